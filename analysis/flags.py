@@ -1,0 +1,66 @@
+"""What makes a number doubtful: short words beside the row, each explained in the report."""
+
+from typing import Any
+
+import numpy as np
+
+from analysis.files import dig
+from analysis.stats import Estimate
+
+MEANING = {
+    "replay-mismatch": "a second pass gave other weights; the arithmetic of this run is not to be trusted",
+    "throttled": "the GPU lowered its clocks (power, heat) during steady steps",
+    "clocks": "the SM clock moved by more than 5 % during steady steps",
+    "foreign-process": "another process used the GPU during the run",
+    "drift": "step times never settled; the last half of the run was used",
+    "short": "fewer than ten steady steps",
+    "noisy": "the 95 % interval is wider than 5 % to either side",
+    "outliers": "more than one steady step in twenty took over 1.5 times the median",
+    "data-bound": "waiting for data took more than 5 % of the step",
+    "host": "the host was short of CPU or swapping during the run",
+    "measured-peak": "no vendor figure for this device: MFU is relative to a measured matmul peak",
+    "memory-tight": "peak memory is above 95 % of the capacity",
+    "damaged-lines": "lines of metrics.jsonl were unreadable and left out",
+}
+
+
+def flags(
+    row: dict[str, Any],
+    kept: dict[str, np.ndarray],
+    seconds: np.ndarray,
+    drifts: bool,
+    fit: Estimate,
+    summary: dict[str, Any],
+) -> tuple[str, ...]:
+    """Names from `MEANING` that hold for one run, in that order. `kept`, `seconds`: metrics of the steady steps."""
+    clock = kept.get("gpu/sm_clock_mhz")
+    throttle = kept.get("gpu/throttle")
+    telemetry = dig(summary, "telemetry") or {}
+    holds = {
+        "replay-mismatch": row["replay_match"] is False,
+        "throttled": (throttle is not None and np.nansum(throttle) > 0) or bool(dig(telemetry, "throttle_reasons")),
+        "clocks": clock is not None and _spread(clock) > 0.05,
+        "foreign-process": bool(dig(telemetry, "foreign_processes")) or _any_positive(kept.get("gpu/foreign")),
+        "drift": drifts,
+        "short": len(seconds) < 10,
+        "noisy": fit.half > 0.05,
+        "outliers": float(np.mean(seconds > 1.5 * np.median(seconds))) > 0.05,
+        "data-bound": row["data_s"] > 0.05 * row["step_s"],
+        "host": bool(dig(telemetry, "host_pressure")),
+        "measured-peak": dig(summary, "peak", "kind") == "measured",
+        "memory-tight": row["peak_mem_gib"] > 0.95 * row["capacity_gib"],
+        "damaged-lines": row["damaged_lines"] > 0,
+    }
+    return tuple(name for name in MEANING if holds[name])
+
+
+def _spread(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    if len(finite) < 3 or np.median(finite) <= 0:
+        return 0.0
+    low, high = np.percentile(finite, [5, 95])
+    return float((high - low) / np.median(finite))
+
+
+def _any_positive(values: np.ndarray | None) -> bool:
+    return values is not None and bool(np.nansum(values) > 0)

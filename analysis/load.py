@@ -1,0 +1,141 @@
+"""Any mixture of sweep folders, other systems' metrics and CSV files into two frames: results and configuration.
+
+`Data.points` has one row a point of the grid, finished or not, with the columns of `RESULTS`; `Data.config` has the
+same index and one column a configuration key (`micro_batch`, `reduction`, `model.layers`). Steps are summarised file by
+file and not kept, so ten thousand runs fit in little memory; `analysis.jsonl.read` gives one run's steps again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import foreign, jsonl, provenance
+from analysis.errors import BadInput
+from analysis.files import dig, flatten, number, read_json, read_yaml
+from analysis.scan import PointFolder, SweepFolder, find_sweeps
+from analysis.summary import summarise
+
+STATUSES = ("ok", "running", "pending", "oom", "infeasible", "invalid", "timeout", "crashed", "lost", "interrupted")
+# Part of the folder, not of what was trained (the trainer's identity leaves the same keys out).
+NOT_KNOBS = ("name", "output", "outputs", "launch", "budget", "timeout", "retries", "prune", "plan", "code", "sweeps")
+
+
+@dataclass
+class Data:
+    """What was read. `notes` are sentences for the reader: duplicates, damaged lines, unreadable files."""
+
+    points: pd.DataFrame
+    config: pd.DataFrame
+    sweeps: list[SweepFolder] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def load(paths: Path | str | Iterable[Path | str]) -> Data:
+    """Reads sweeps, folders of sweeps, single points, prime-rl metrics.jsonl and CSV files.
+
+    Raises BadInput for a path that does not exist or is none of these.
+    """
+    listed = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    sweeps: list[SweepFolder] = []
+    others: list[foreign.Run] = []
+    for path in map(Path, listed):
+        if foreign.is_foreign(path):
+            others += foreign.read(path)
+        else:
+            sweeps += [s for s in find_sweeps(path) if s.path.resolve() not in {t.path.resolve() for t in sweeps}]
+    pairs = [(sweep, point) for sweep in sweeps for point in sweep.points]
+    metrics = jsonl.read_many(point.path / "metrics.jsonl" for _, point in pairs)
+    results, configs = [], []
+    for (sweep, point), steps in zip(pairs, metrics, strict=False):
+        config = {k: v for k, v in flatten(read_yaml(point.path / "config.yaml")).items() if not _is_left_out(k)}
+        results.append(_result(sweep, point, steps, config))
+        configs.append(config or _from_overrides(point.overrides))
+    for run in others:
+        results.append(run.result)
+        configs.append(run.config)
+    if not results:
+        raise BadInput(f"no points in {', '.join(map(str, listed))}")
+    data = Data(pd.DataFrame(results), pd.DataFrame(configs, index=range(len(configs))), sweeps)
+    return _without_copies(data)
+
+
+def _is_left_out(key: str) -> bool:
+    return key.partition(".")[0] in NOT_KNOBS
+
+
+def _from_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What the grid says about a point that never got a readable configuration."""
+    config: dict[str, Any] = {}
+    for item in overrides:
+        key, _, value = item.lstrip("+~").partition("=")
+        if not _is_left_out(key):
+            parsed = number_or_text(value)
+            config[key] = parsed
+    return config
+
+
+def number_or_text(text: str) -> Any:
+    """`4` → 4, `0.5` → 0.5, `true` → True, anything else as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config: dict[str, Any]) -> dict[str, Any]:
+    status = read_json(point.path / "status.json")
+    summary = dig(status, "summary") or {}
+    row: dict[str, Any] = {
+        "sweep": sweep.name,
+        "point": point.path.name,
+        "path": str(point.path),
+        "identity": status.get("identity") or point.identity or point.path.name,
+        "in_grid": point.in_grid,
+        "overrides": point.overrides,
+        **_state(point, status),
+        **provenance.columns(read_json(point.path / "manifest.json"), summary, config, status),
+        **summarise(steps, summary, config),
+    }
+    return row
+
+
+def _state(point: PointFolder, status: dict[str, Any]) -> dict[str, Any]:
+    state, reason = status.get("status"), status.get("reason") or ""
+    if not isinstance(state, str):
+        started = point.path.is_dir() and any(point.path.iterdir())
+        state, reason = "pending", "no readable status.json" if started and status == {} else "not started"
+        if started and not (point.path / "status.json").exists():
+            reason = "not started"
+    return {
+        "status": state,
+        "reason": " ".join(str(reason).split()),
+        "attempt": number(status.get("attempt")),
+        "started": status.get("started"),
+        "ended": status.get("ended"),
+    }
+
+
+def _without_copies(data: Data) -> Data:
+    """A copied point folder is the same measurement, not a repeat: two real runs never share every step time."""
+    points = data.points
+    measured = points["digest"].ne("")
+    copies = measured & points.duplicated(["identity", "digest"])
+    if copies.any():
+        names = ", ".join(f"{r.sweep}/{r.point}" for r in points[copies].head(3).itertuples())
+        data.notes.append(f"{copies.sum()} copied point(s) left out, each the same run as another: {names}")
+        data.points = points[~copies].reset_index(drop=True)
+        data.config = data.config[~copies.to_numpy()].reset_index(drop=True)
+    damaged = data.points["damaged_lines"].sum()
+    if damaged:
+        files = int((data.points["damaged_lines"] > 0).sum())
+        data.notes.append(f"{int(damaged)} damaged metrics line(s) dropped, in {files} file(s)")
+    return data
+
+

@@ -1,0 +1,115 @@
+"""A result against a knob: tokens/s, MFU or peak memory, a line a series, with 95 % intervals and failed points."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis.plots.series import Line, lines
+from analysis.plots.style import COLORS, INK, MARKERS, Plot, context, figure, finish, knob_axis, positions
+from analysis.rank import Ranked
+from analysis.text import title
+
+
+def against(ranked: Ranked, x: str, y: str) -> Plot | None:
+    """`y` (tokens_per_s, mfu, …) against knob `x`; None with fewer than two values of x or no result."""
+    drawn, note = lines(ranked, x)
+    values = [v for line in drawn for v in (*line.rows[f"cfg:{x}"], *line.failed[f"cfg:{x}"])]
+    if len(set(map(str, values))) < 2 or not any(line.rows[y].notna().any() for line in drawn):
+        return None
+    at, ordered, scale = positions(values)
+    with context():
+        fig, ax = figure()
+        for i, line in enumerate(drawn):
+            _draw(ax, line, i, at, x, y)
+        knob_axis(ax, title(x), ordered, at, scale)
+        _failed_marks(ax, drawn, at, x)
+        ax.set_ylabel(title(y))
+        if y == "tokens_per_s":
+            ax.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
+        _legend(ax, len(drawn))
+        heading = f"{title(y)} by {title(x)}"
+        ax.set_title(heading)
+        caption = "Median of the steady steps with its 95 % interval."
+        if note:
+            caption += f" Each point is the {note}."
+        if any(len(line.failed) for line in drawn):
+            caption += " × along the bottom: no result (out of memory or another failure)."
+        return finish(fig, f"{_stem(y)}_by_{_stem(x)}", heading, caption)
+
+
+def memory(ranked: Ranked, x: str) -> Plot | None:
+    """Peak memory inside the steps (largest rank) against knob `x`, with the device's capacity as a line."""
+    drawn, note = lines(ranked, x)
+    drawn = [line for line in drawn if line.rows["peak_mem_gib"].notna().any()]
+    values = [v for line in drawn for v in (*line.rows[f"cfg:{x}"], *line.failed[f"cfg:{x}"])]
+    if not drawn or len(set(map(str, values))) < 2:
+        return None
+    at, ordered, scale = positions(values)
+    with context():
+        fig, ax = figure()
+        for i, line in enumerate(drawn):
+            _draw(ax, line, i, at, x, "peak_mem_gib", interval=False)
+        knob_axis(ax, title(x), ordered, at, scale)
+        top = max(line.rows["peak_mem_gib"].max() for line in drawn)
+        capacity_line(ax, ranked.rows["capacity_gib"], top)
+        _failed_marks(ax, drawn, at, x)
+        ax.set_ylabel("peak memory, GiB")
+        _legend(ax, len(drawn))
+        heading = f"Peak memory by {title(x)}"
+        ax.set_title(heading)
+        kinds = set(ranked.rows["memory_kind"].dropna())
+        caption = "Largest rank, inside the training steps" + (" (resident set of the process)." if kinds == {"rss"} else ".")
+        caption += f" Each point is the {note} by tokens/s." if note else ""
+        return finish(fig, f"peak_memory_by_{_stem(x)}", heading, caption)
+
+
+def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
+    """The capacity as a dashed line, where it would not flatten the data; as text otherwise."""
+    found = sorted(capacities.dropna().unique())
+    if not found:
+        return
+    capacity = float(found[0])
+    if capacity <= 4 * top:
+        ax.axhline(capacity, color=INK, linestyle="--", linewidth=1.2)
+        ax.annotate(
+            f"capacity {capacity:.4g} GiB", (0.01, capacity), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", fontsize=9, va="bottom",
+        )
+        ax.set_ylim(0, max(capacity, top) * 1.12)
+    else:
+        ax.text(0.99, 0.98, f"capacity {capacity:.4g} GiB, far above", transform=ax.transAxes, ha="right", va="top", fontsize=9)
+        ax.set_ylim(0, top * 1.2)
+
+
+def _draw(ax: Axes, line: Line, i: int, at: dict[object, float], x: str, y: str, interval: bool = True) -> None:
+    rows = line.rows[line.rows[y].notna()]
+    xs = [at[v] for v in rows[f"cfg:{x}"]]
+    ys = rows[y].to_numpy(float)
+    color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+    ax.plot(xs, ys, color=color, marker=marker, label=line.label or None)
+    half = rows["half"].to_numpy(float)
+    if interval and np.isfinite(half).any():
+        half = np.nan_to_num(half)
+        errors = [ys * (1 - np.exp(-half)), ys * (np.exp(half) - 1)]
+        ax.errorbar(xs, ys, yerr=errors, fmt="none", ecolor=color, elinewidth=1.2, capsize=3)
+
+
+def _failed_marks(ax: Axes, drawn: list[Line], at: dict[object, float], x: str) -> None:
+    """One × for every value of x at which a line has no result, beside each other along the bottom."""
+    for i, line in enumerate(drawn):
+        for value in line.failed[f"cfg:{x}"]:
+            ax.annotate(
+                "×", (at[value], 0), xycoords=("data", "axes fraction"), xytext=(7 * (i - (len(drawn) - 1) / 2), 6),
+                textcoords="offset points", ha="center", color=COLORS[i % len(COLORS)], fontsize=12, fontweight="bold",
+            )
+
+
+def _legend(ax: Axes, count: int) -> None:
+    if count > 1:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(count, 4))
+
+
+def _stem(name: str) -> str:
+    return name.replace(".", "_").replace("/", "_")
+
+

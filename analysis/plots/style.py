@@ -1,0 +1,107 @@
+"""One look for all plots, colour-blind safe, and bytes that depend on nothing but the data."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito (2008), "Color universal design"; black is kept for reference lines, yellow is too light on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6F4E9C", "#7F7F7F")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+INK, GRID, FAILED = "#222222", "#DDDDDD", "#B22222"
+SIZE = (7.2, 4.2)  # inches
+
+RC = {
+    "font.family": "DejaVu Sans",  # matplotlib ships it, so that every machine draws the same
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.5,
+    "hatch.linewidth": 0.8,
+    "svg.hashsalt": "mfu-sweep",  # ids in the SVG would be random otherwise
+    "svg.fonttype": "path",
+    "path.simplify": False,
+    "timezone": "UTC",
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A finished picture: `name` is the file's stem, `caption` says what is seen and how to read it."""
+
+    name: str
+    title: str
+    caption: str
+    svg: bytes
+    png: bytes
+
+
+def figure(size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
+    """An empty figure with one pair of axes; call inside `matplotlib.rc_context(RC)`."""
+    fig = Figure(figsize=size, layout="constrained")
+    return fig, fig.add_subplot()
+
+
+def finish(fig: Figure, name: str, title: str, caption: str) -> Plot:
+    """SVG and PNG bytes, without dates and program versions."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    fig.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    fig.savefig(png, format="png", dpi=150, metadata={"Software": None})
+    return Plot(name, title, caption, svg.getvalue(), png.getvalue())
+
+
+def context() -> object:
+    return matplotlib.rc_context(RC)
+
+
+def numeric(values: pd.Series) -> bool:
+    """Whether a knob can be an axis with a scale."""
+    return not values.map(lambda v: isinstance(v, (bool, np.bool_))).any() and pd.to_numeric(values, errors="coerce").notna().all()
+
+
+def positions(values: Sequence[object]) -> tuple[dict[object, float], list[object], str]:
+    """Where each distinct value of a knob goes on an axis, the values in order, and the scale.
+
+    `linear` or `log` for numbers (log2 where they span a factor of eight or more), `category` for text.
+    """
+    series = pd.Series(list(values), dtype=object).drop_duplicates()
+    if not numeric(series):
+        ordered = sorted(series, key=str)
+        return {v: float(i) for i, v in enumerate(ordered)}, ordered, "category"
+    ordered = sorted(series, key=float)
+    low, high = float(ordered[0]), float(ordered[-1])
+    return {v: float(v) for v in ordered}, ordered, "log" if low > 0 and high / low >= 8 else "linear"
+
+
+def knob_axis(ax: Axes, label: str, ordered: Sequence[object], at: dict[object, float], scale: str) -> None:
+    """Ticks at the values that were run; thinned out where there are many."""
+    if scale == "log":
+        ax.set_xscale("log", base=2)
+    shown = list(ordered) if len(ordered) <= 14 else [ordered[i] for i in np.linspace(0, len(ordered) - 1, 10).astype(int)]
+    names = [f"{v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else str(v) for v in shown]
+    long = scale == "category" and sum(map(len, names)) > 60
+    ax.set_xticks([at[v] for v in shown], names, rotation=30 if long else 0, ha="right" if long else "center")
+    ax.set_xticks([], minor=True)
+    if scale == "category":
+        ax.set_xlim(-0.5, len(ordered) - 0.5)
+    ax.set_xlabel(label)

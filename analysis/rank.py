@@ -1,0 +1,158 @@
+"""Points to ranked rows: repeats combined, provenance groups kept apart, ties called ties."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis.load import Data
+from analysis.provenance import split
+from analysis.stats import t975
+
+REPEAT_KEYS = ("repeat", "repeats")
+MEDIANS = (
+    "tokens_per_s_per_gpu step_s data_s mfu mfu_causal hfu power_w sm_clock_mhz temperature_c start_s build_s "
+    "compile_s train_s"
+).split()
+
+
+@dataclass
+class Ranked:
+    """`rows`: one row a configuration and provenance group, best first within its group, unfinished rows last."""
+
+    rows: pd.DataFrame
+    knobs: list[str]  # configuration keys that tell the rows apart, in the order of the command line
+    fixed: dict[str, object]  # configuration keys that all rows share
+    differs: list[str]  # provenance columns in which the groups differ; empty with one group
+
+
+def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
+    """Ranked rows of the given points. `by` is a result column; larger is better except for seconds and memory."""
+    points, config = data.points, data.config
+    group, differs = split(points)
+    knobs = varying(config, points["overrides"])
+    merged = pd.concat([points.assign(group=group), config.add_prefix("cfg:")], axis=1)
+    keys = configuration_key(config).where(config.notna().any(axis=1), points["identity"].astype(str))
+    merged["key"] = keys
+    between = between_runs(merged)
+    rows = [_combine(part, between) for _, part in merged.groupby(["key", "group", "status"], sort=False)]
+    frame = pd.DataFrame(rows)
+    frame = order(frame, by)
+    fixed = {c: config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
+    return Ranked(frame, knobs, fixed, differs)
+
+
+def configuration_key(config: pd.DataFrame) -> pd.Series:
+    """What was trained, as text: equal for the repeats of a point, whatever the order of the keys."""
+    columns = sorted(column for column in config.columns if column not in REPEAT_KEYS)
+    records = config[columns].astype(object).where(config[columns].notna(), None).to_dict("records")
+    return pd.Series([json.dumps(r, sort_keys=True, default=str) for r in records], index=config.index, dtype=object)
+
+
+def varying(config: pd.DataFrame, overrides: pd.Series) -> list[str]:
+    """Keys that tell points apart: those given on the command line first, then what these do not determine.
+
+    `global_batch=32 micro_batch=4,8` also changes grad_accum; it follows from micro_batch and is not a knob.
+    """
+    named = dict.fromkeys(item.lstrip("+~").partition("=")[0] for items in overrides for item in items)
+    groups = [c for c in config.columns if any(d.startswith(f"{c}.") for d in config.columns)]
+    plain = [c for c in config.columns if "." not in c]
+    candidates = [c for c in dict.fromkeys([*named, *groups, *plain, *config.columns]) if c in config.columns]
+    text = config.astype(object).where(config.notna(), "").astype(str)
+    knobs: list[str] = []
+    cells = 1
+    for name in candidates:
+        if name in REPEAT_KEYS or text[name].nunique() < 2:
+            continue
+        distinct = len(text[[*knobs, name]].drop_duplicates())
+        if distinct > cells:
+            knobs.append(name)
+            cells = distinct
+    return knobs
+
+
+def between_runs(merged: pd.DataFrame) -> tuple[float, float]:
+    """Variance of log tokens/s from run to run beyond what the steps explain, and its degrees of freedom.
+
+    Pooled over all configurations that were run more than once: two repeats alone say little, six pairs say a lot.
+    """
+    squares = within = freedom = 0.0
+    good = merged[(merged["status"] == "ok") & np.isfinite(merged["log_error"])]
+    for _, part in good.groupby(["key", "group"], sort=True):
+        if len(part) > 1:
+            squares += float(((part["log_median"] - part["log_median"].mean()) ** 2).sum())
+            within += float((part["log_error"] ** 2).mean()) * (len(part) - 1)
+            freedom += len(part) - 1
+    if not freedom:
+        return 0.0, 0.0
+    return max(squares - within, 0.0) / freedom, freedom
+
+
+def _combine(part: pd.DataFrame, between: tuple[float, float]) -> dict[str, object]:
+    """One row of all repeats that share configuration, provenance and status."""
+    part = part.sort_values(["started", "sweep", "point"], na_position="last", key=lambda c: c.astype(str))
+    row = dict(part.iloc[0])
+    row["runs"] = len(part)
+    if len(part) > 1:
+        for name in MEDIANS:
+            row[name] = float(part[name].median())
+        row["peak_mem_gib"] = float(part["peak_mem_gib"].max())
+        row["steady_steps"] = int(part["steady_steps"].sum())
+        row["damaged_lines"] = int(part["damaged_lines"].sum())
+        row["flags"] = tuple(dict.fromkeys(flag for flags in part["flags"] for flag in flags))
+        row["reason"] = "; ".join(dict.fromkeys(r for r in part["reason"] if r))
+    log, error, df = _estimate(part, between)
+    row["log_median"], row["half"] = log, t975(df) * error if math.isfinite(error) else math.nan
+    row["tokens_per_s"] = math.exp(log) if math.isfinite(log) else math.nan
+    for name in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu"):
+        row[f"{name}_lo"] = float(row[name]) * math.exp(-row["half"])
+        row[f"{name}_hi"] = float(row[name]) * math.exp(row["half"])
+    row["step_s_lo"] = float(row["step_s"]) * math.exp(-row["half"])
+    row["step_s_hi"] = float(row["step_s"]) * math.exp(row["half"])
+    return row
+
+
+def _estimate(part: pd.DataFrame, between: tuple[float, float]) -> tuple[float, float, float]:
+    """Mean of the runs' log medians, its standard error and degrees of freedom (Welch and Satterthwaite)."""
+    values = part.loc[part["log_median"].notna(), ["log_median", "log_error", "df"]]
+    count = len(values)
+    if not count:
+        return math.nan, math.nan, 1.0
+    step_parts = (values["log_error"] / count) ** 2
+    run_part = between[0] / count
+    total = float(step_parts.sum()) + run_part
+    if not math.isfinite(total) or total == 0:
+        return float(values["log_median"].mean()), math.sqrt(total), 1.0
+    spread = float((step_parts**2 / values["df"]).sum()) + (run_part**2 / between[1] if run_part else 0.0)
+    return float(values["log_median"].mean()), math.sqrt(total), total**2 / spread if spread else 1e6
+
+
+def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Ranks finished rows within their provenance group; a row's rank is one more than the rows surely better than it.
+
+    `tie` marks rows that cannot be told apart from the best of their group.
+    """
+    frame = frame.copy()
+    sign = 1.0 if by.endswith("_s") and not by.startswith("tokens") or by.endswith("_gib") else -1.0
+    ranked = (frame["status"] == "ok") & frame[by].notna() & (frame["group"] >= 0)
+    frame["rank"] = pd.array([pd.NA] * len(frame), dtype="Int64")
+    frame["tie"] = False
+    with_noise = by in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "mfu_causal", "hfu", "step_s")
+    for _, part in frame[ranked].groupby("group"):
+        score = -sign * np.log(part[by].to_numpy(float))
+        noise = part["half"].fillna(0).to_numpy(float) if with_noise else np.zeros(len(part))
+        better = score[None, :] - score[:, None] > np.hypot(noise[None, :], noise[:, None])
+        frame.loc[part.index, "rank"] = better.sum(axis=1) + 1
+        best = int(np.argmax(score))
+        frame.loc[part.index, "tie"] = (~better[:, best]) & (np.arange(len(part)) != best)
+        ratio = np.exp(score - score[best])
+        frame.loc[part.index, "of_best"] = ratio
+    frame["_ranked"] = ~ranked
+    frame["_score"] = sign * frame[by].astype(float)
+    frame["_group"] = frame["group"].where(ranked, len(frame))
+    frame = frame.sort_values(["_ranked", "_group", "_score", "key", "sweep", "point"], kind="stable")
+    return frame.drop(columns=["_ranked", "_score", "_group"]).reset_index(drop=True)
+
+

@@ -1,0 +1,140 @@
+"""One run's steps to the numbers of its row: medians over the steady part, peaks, flags. Never a mean with warm-up."""
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+
+from analysis.files import dig, number, numbers
+from analysis.flags import flags
+from analysis.jsonl import Metrics
+from analysis.stats import estimate
+from analysis.steady import steady
+
+NAN = float("nan")
+
+
+def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The result columns of one run; NaN for what the run does not have.
+
+    Units: seconds, tokens/s over all ranks, percent, GiB. `log_median`, `log_error` and `df` are the estimate of
+    tokens/s on the logarithm, from which intervals and ties follow.
+    """
+    pace = steps.get("time/step")
+    if not np.isfinite(pace).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
+        pace = 1 / steps.get("perf/throughput")
+    timed = np.isfinite(pace) & (pace > 0)
+    when = steady(pace[timed])
+    kept = {name: values[timed][when.start :] for name, values in steps.columns.items()}
+    nproc = number(config.get("nproc"))
+    tokens_per_step = number(summary.get("tokens_per_step"))
+    if tokens_per_step != tokens_per_step:
+        tokens_per_step = _tokens_per_step(config)
+    rate = _rate(kept, tokens_per_step)
+    fit = estimate(rate) if len(rate) else None
+    tokens_per_s = math.exp(fit.log_median) if fit else NAN
+    per_gpu = _median(kept.get("perf/tokens_per_s_per_gpu"))
+    row = {
+        "tokens_per_s": tokens_per_s,
+        "log_median": fit.log_median if fit else NAN,
+        "log_error": fit.standard_error if fit else NAN,
+        "df": fit.df if fit else NAN,
+        "tokens_per_s_per_gpu": per_gpu if per_gpu == per_gpu else tokens_per_s / nproc,
+        "step_s": _median(kept.get("time/step")),
+        "data_s": _median(kept.get("time/data")),
+        **_utilisation(kept, summary, tokens_per_s, nproc),
+        **_memory(steps, summary),
+        "loss": _last(steps.get("loss")),
+        "steps_done": steps.steps,
+        "steady_steps": len(rate),
+        "dropped_steps": when.start,
+        "dropped_why": when.why,
+        "rho": fit.rho if fit else NAN,
+        "damaged_lines": steps.damaged,
+        "digest": _digest(pace[timed]),
+        **_device(kept),
+        **_seconds(summary),
+        "params": number(summary.get("params")),
+        "replay_match": summary.get("replay_match"),
+        "precision_used": summary.get("precision"),
+        "attention_backend": summary.get("attention_backend"),
+    }
+    row["flags"] = flags(row, kept, pace[timed][when.start :], when.drifts, fit, summary) if fit else ()
+    return row
+
+
+def _rate(kept: dict[str, np.ndarray], tokens_per_step: float) -> np.ndarray:
+    """Tokens/s of each steady step, positive and finite; from the step times where the run did not write it."""
+    rate = kept.get("perf/throughput")
+    if rate is None and "time/step" in kept:
+        rate = tokens_per_step / kept["time/step"]
+    if rate is None:
+        return np.zeros(0)
+    return rate[np.isfinite(rate) & (rate > 0)]
+
+
+def _tokens_per_step(config: dict[str, Any]) -> float:
+    """Rows a step over all data-parallel ranks, times the sequence length."""
+    shards = 1.0
+    for name in ("tp", "pp", "cp"):
+        degree = number(config.get(f"parallelism.{name}"))
+        shards *= degree if degree >= 1 else 1.0
+    rows = number(config.get("micro_batch")) * number(config.get("grad_accum")) * number(config.get("nproc")) / shards
+    return rows * number(config.get("seq_len"))
+
+
+def _utilisation(
+    kept: dict[str, np.ndarray], summary: dict[str, Any], tokens_per_s: float, nproc: float
+) -> dict[str, Any]:
+    """MFU under each convention: what the run wrote, or else tokens/s times FLOPs per token over the peak."""
+    peak = number(dig(summary, "peak", "flops")) * nproc
+    row: dict[str, Any] = {}
+    for name in ("mfu", "mfu_causal", "hfu"):
+        value = _median(kept.get(f"perf/{name}"))
+        if value != value and peak > 0:
+            value = 100 * tokens_per_s * number(dig(summary, "flops_per_token", name)) / peak
+        row[name] = value
+    row["peak_tflops"] = number(dig(summary, "peak", "flops")) / 1e12
+    row["peak_source"] = dig(summary, "peak", "source")
+    return row
+
+
+def _memory(steps: Metrics, summary: dict[str, Any]) -> dict[str, Any]:
+    """The largest over ranks, never their sum; inside the steps, and over the whole round."""
+    inside = numbers(summary.get("rank_step_peak_mem_gib"))
+    whole = numbers(summary.get("rank_peak_mem_gib"))
+    column = steps.get("perf/peak_memory")
+    seen = float(np.nanmax(column)) if np.isfinite(column).any() else NAN
+    return {
+        "peak_mem_gib": max(inside) if inside else seen,
+        "round_peak_mem_gib": max(whole) if whole else NAN,
+        "capacity_gib": number(summary.get("capacity_gib")),
+        "memory_kind": summary.get("memory_kind"),
+    }
+
+
+def _device(kept: dict[str, np.ndarray]) -> dict[str, float]:
+    names = ("power_w", "sm_clock_mhz", "temperature_c")
+    return {name: _median(kept.get(f"gpu/{name}")) for name in names}
+
+
+def _seconds(summary: dict[str, Any]) -> dict[str, float]:
+    return {f"{name}_s": number(dig(summary, "seconds", name)) for name in ("start", "build", "compile", "train")}
+
+
+def _median(values: np.ndarray | None) -> float:
+    if values is None or not np.isfinite(values).any():
+        return NAN
+    return float(np.nanmedian(values))
+
+
+def _last(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else NAN
+
+
+def _digest(seconds: np.ndarray) -> str:
+    return hashlib.sha256(seconds.tobytes()).hexdigest()[:16] if len(seconds) > 2 else ""
+
+

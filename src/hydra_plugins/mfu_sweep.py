@@ -1,0 +1,28 @@
+"""Hydra finds sweepers only in the namespace `hydra_plugins`; the work is in train.sweep."""
+
+import sys
+from typing import Any, NoReturn, Optional
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from train.sweep import run
+
+
+class MfuSweeper(BasicSweeper):
+    """Expand the grid, validate and freeze every point, hand the folders to an executor (design: Hydra ends there)."""
+
+    def __init__(self, params: Optional[dict[str, str]] = None, grids: Optional[list[dict[str, Any]]] = None) -> None:
+        super().__init__(max_batch_size=None, params=params)
+        self.grids = list(grids or [])
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep what composing needs; the executor is chosen by the `launch` group, not by Hydra's launcher here."""
+        self.hydra_context, self.config = hydra_context, config
+
+    def sweep(self, arguments: list[str]) -> NoReturn:
+        """Run the grid and exit with the sweep's code: Hydra drops what a sweeper returns."""
+        assert self.hydra_context is not None and self.config is not None
+        grids = [{str(k): v for k, v in g.items()} for g in (self.grids or [self.params or {}])]
+        sys.exit(run.sweep(self.hydra_context.config_loader, self.config, grids, arguments))

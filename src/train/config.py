@@ -1,0 +1,197 @@
+"""The typed configuration of one run: what a point's frozen config.yaml holds.
+
+Hydra composes conf/ into these dataclasses (schema/train in the ConfigStore checks keys and types), the sweeper freezes
+the result, and supervisors and ranks read it back with `load`. No torch and no Hydra here, so that everything can import it.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+class ConfigError(Exception):
+    """A value that can't be used: one line that names the key, the value and what is valid."""
+
+    def __init__(self, key: str, value: object, valid: str) -> None:
+        self.key, self.value, self.valid = key, value, valid
+        super().__init__(f"{key}={_show(value)}: {valid}")
+
+
+def _show(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass
+class Model:
+    """A Llama-style decoder. MISSING ("???") fields are given by every option of conf/model."""
+
+    name: str = "???"
+    dim: int = "???"  # type: ignore[assignment]  # width of the residual stream
+    layers: int = "???"  # type: ignore[assignment]
+    heads: int = "???"  # type: ignore[assignment]  # query heads
+    kv_heads: int = "???"  # type: ignore[assignment]  # key/value heads; divides heads (grouped-query attention)
+    head_dim: int = "???"  # type: ignore[assignment]  # need not be dim / heads
+    ffn: int = "???"  # type: ignore[assignment]  # hidden width of SwiGLU
+    vocab: int = "???"  # type: ignore[assignment]
+    tied: bool = False  # LM head shares the embedding's weight
+    qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before the rotation
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    # Llama 3.1's frequency scaling: {factor, low_freq_factor, high_freq_factor, original_max_position}; null for none
+    rope_scaling: Optional[dict[str, float]] = None
+    rope_cache: bool = True  # compute the cos/sin tables once per process instead of in every layer and recompute
+
+
+@dataclass
+class Data:
+    name: str = "???"  # text | fake
+    path: Optional[str] = None  # text: a UTF-8 file, a folder or a glob; null: CPython's pydoc_data.topics
+    tokenizer: Optional[str] = None  # text: a Hugging Face tokenizer.json; null: bytes
+    content: Optional[str] = None  # resolved: sha256 over the files and the tokenizer
+
+
+@dataclass
+class Parallelism:
+    name: str = "???"
+    dp_replicate: int = -1  # data-parallel copies of the state; -1: what is left of nproc (ddp), else 1
+    dp_shard: int = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
+
+
+@dataclass
+class Reduction:
+    name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
+    bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
+    accumulate: Optional[str] = None  # zero2*: reduce `once` a step, or after `every` micro-batch
+    reshard_after_forward: Optional[bool] = None  # fsdp: free gathered weights after forward
+
+
+@dataclass
+class Memory:
+    name: str = "???"
+    recompute: str = "none"  # none | full: activations recomputed per layer in backward
+
+
+@dataclass
+class Compile:
+    name: str = "???"  # none | layer: one Inductor graph a layer
+
+
+@dataclass
+class Nccl:
+    name: str = "???"
+    env: dict[str, str] = field(default_factory=dict)  # set unless the user exported the variable
+
+
+@dataclass
+class Attention:
+    name: str = "???"  # auto | flash | cudnn | efficient | math
+
+
+@dataclass
+class Precision:
+    name: str = "???"  # auto | bf16 | fp32 | fp64; auto: bf16 on a GPU, fp32 on a CPU
+
+
+@dataclass
+class Optim:
+    name: str = "???"
+    lr: float = 3e-4
+    warmup_steps: int = 0  # linear from lr/warmup_steps; constant after
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: Optional[float] = 1.0  # gradient clipping by total norm; null for none
+
+
+@dataclass
+class Hardware:
+    name: str = "???"  # auto: take what is there; else assert that the device is this one
+    device: Optional[str] = None  # exact device name that is asserted
+    peak_tflops: Optional[float] = None  # dense peak for MFU in place of the table's or the measured one
+
+
+@dataclass
+class Launch:
+    name: str = "???"  # local
+    warm: bool = True  # fork ranks from a server that has imported torch
+    first_step_timeout: float = 600.0  # seconds without a heartbeat until step 2 (imports, compile, autotune)
+    hang_seconds: float = 10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
+
+
+@dataclass
+class Train:
+    """One point. The scalars are the command line's own: `micro_batch=4`."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    reduction: Reduction = field(default_factory=Reduction)
+    memory: Memory = field(default_factory=Memory)
+    compile: Compile = field(default_factory=Compile)
+    nccl: Nccl = field(default_factory=Nccl)
+    attention: Attention = field(default_factory=Attention)
+    precision: Precision = field(default_factory=Precision)
+    optim: Optim = field(default_factory=Optim)
+    hardware: Hardware = field(default_factory=Hardware)
+    launch: Launch = field(default_factory=Launch)
+
+    micro_batch: int = 4  # rows a data-parallel rank handles per forward
+    grad_accum: Optional[int] = None  # micro-batches a step; null: 1, or what global_batch asks for
+    global_batch: Optional[int] = None  # rows a step over all ranks
+    seq_len: int = 256  # tokens a row
+    steps: int = 20
+    seed: int = 0
+    device: str = "auto"  # auto | cuda | cpu
+    nproc: Optional[int] = None  # ranks; null: all visible GPUs, 2 on a CPU
+    env: dict[str, str] = field(default_factory=dict)  # environment of the ranks
+    profile: bool = False  # keep a trace of two late steps per rank
+    repeat: int = 0  # which of `repeats` (resolved)
+
+    # how the sweep is run: not part of a point's identity
+    name: Optional[str] = None  # folder under out; naming a finished or broken sweep resumes it; null: a timestamp
+    out: str = "outputs"
+    plan: bool = False  # list the points and stop
+    repeats: int = 1
+    timeout: Optional[float] = None  # seconds a point may take
+    retries: int = 3  # attempts at a point that crashed or timed out, over all commands
+    prune: bool = True  # points larger than one that ran out of memory become infeasible
+    max_failures: int = 3  # identical crashes in a row that stop the sweep
+    code: Optional[str] = None  # new: continue a sweep whose code has changed since
+
+
+#: keys that do not change what a rank computes, so they are no part of a point's identity
+NOT_IDENTITY = ("launch", "name", "out", "plan", "repeats", "timeout", "retries", "prune", "max_failures", "code")
+
+
+def load(path: Path) -> Train:
+    """Read a frozen config.yaml. Raises ConfigError on a key or type that the schema doesn't have."""
+    with open(path, encoding="utf-8") as f:
+        return from_dict(Train, yaml.safe_load(f))
+
+
+def from_dict(cls: Any, data: Any, prefix: str = "") -> Any:
+    """Build dataclass `cls` from nested plain data. Raises ConfigError on unknown keys."""
+    if not isinstance(data, dict):
+        raise ConfigError(prefix.rstrip(".") or "config", data, "must be a mapping")
+    hints = get_type_hints(cls)
+    unknown = sorted(set(data) - set(hints))
+    if unknown:
+        raise ConfigError(prefix + unknown[0], data[unknown[0]], f"is not a key; valid: {', '.join(sorted(hints))}")
+    values = {}
+    for key, value in data.items():
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            value = from_dict(hint, value, f"{prefix}{key}.")
+        elif float in (hint, *get_args(hint)) and isinstance(value, int) and get_origin(hint) is not dict:
+            value = float(value)
+        values[key] = value
+    return cls(**values)
+
+
+def to_dict(cfg: Train) -> dict[str, Any]:
+    """The nested plain data that `load` reads."""
+    return dataclasses.asdict(cfg)

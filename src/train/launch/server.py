@@ -1,0 +1,169 @@
+"""Forks ranks from a process that has imported torch and the package, one clean process each.
+
+Reads one JSON message a line on stdin, answers on stdout. It never touches a device, so forks start without a CUDA
+context. It dies with its supervisor, and its ranks die with it.
+"""
+
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+import train
+from train.launch import process
+
+
+def _run_rank(message: dict[str, Any], server: int) -> int:
+    """The forked child, until the rank's end."""
+    from train import worker  # already imported: a fork of it is what makes the start warm
+
+    os.setpgid(0, 0)
+    process.die_with(server)
+    log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(message["env"])
+    return worker.run(message["folder"], message["scratch"])
+
+
+class Server:
+    """The loop: messages in, forks out, ends of ranks reported as they happen."""
+
+    def __init__(self, out: int) -> None:
+        self.out = out
+        self.ranks: set[int] = set()
+        self.pid = os.getpid()
+        self.wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+
+    def say(self, **message: Any) -> None:
+        """One message to the supervisor."""
+        os.write(self.out, json.dumps(message).encode() + b"\n")
+
+    def fork(self, job: Any) -> int:
+        """Run job() in a child that ends with its return value."""
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            code = job()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def probe(self) -> None:
+        """Ask torch about this host in a child."""
+        from train.launch import probe
+
+        read, write = os.pipe()
+
+        def job() -> int:
+            os.write(write, json.dumps(probe.look()).encode())
+            return 0
+
+        pid = self.fork(job)
+        os.close(write)
+        with os.fdopen(read, "rb") as f:
+            text = f.read()
+        os.waitpid(pid, 0)
+        self.say(probe=json.loads(text or b'{"error": "the probe ended without an answer"}'))
+
+    def reap(self) -> None:
+        """Report ranks that ended; adopted orphans are only collected."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid in self.ranks:
+                self.ranks.discard(pid)
+                self.say(exit=pid, code=os.waitstatus_to_exitcode(status), at=time.monotonic())
+
+    def clean(self) -> None:
+        """Kill every descendant and wait for their end."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            left = process.strays()
+            if not left:
+                break
+            for p in left:
+                process.kill(p.pid)
+            self.reap()
+            time.sleep(0.002)
+        self.reap()
+        self.say(cleaned=True)
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """One message of the supervisor."""
+        if message["do"] == "start":
+            try:
+                pid = self.fork(lambda: _run_rank(message, self.pid))
+            except OSError as e:
+                self.say(started=0, error=str(e))
+                return
+            self.ranks.add(pid)
+            self.say(started=pid)
+        elif message["do"] == "probe":
+            self.probe()
+        elif message["do"] == "clean":
+            self.clean()
+
+    def loop(self) -> None:
+        """Until stdin closes."""
+        buffer = b""
+        while True:
+            ready, _, _ = select.select([0, self.wake_read], [], [])
+            if self.wake_read in ready:
+                os.read(self.wake_read, 4096)
+            self.reap()
+            if 0 in ready:
+                chunk = os.read(0, 65536)
+                if not chunk:
+                    break
+                buffer += chunk
+                while b"\n" in buffer:
+                    line, _, buffer = buffer.partition(b"\n")
+                    self.handle(json.loads(line))
+        for p in process.strays():
+            process.kill(p.pid)
+
+
+def _import_everything() -> None:
+    """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
+    for module in pkgutil.walk_packages(train.__path__, "train."):
+        if not module.name.startswith(("train.sweep", "train.errors", "train.__main__")):  # the command line's, with Hydra
+            importlib.import_module(module.name)
+
+
+def main() -> None:
+    """Entry point of `python -m train.launch.server`."""
+    process.die_with(int(os.environ.pop("MFU_SWEEP_PARENT")))
+    process.adopt_orphans()
+    out = os.dup(1)
+    os.dup2(2, 1)  # anything printed by an import must not end up among the messages
+    _import_everything()
+    gc.collect()
+    gc.freeze()  # keeps the pages shared after the fork
+    Server(out).loop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Built under torch.device("meta"), then `.to_empty(device=...)` and `.init_weights(seed)`. Matrices are separate (no fused
+QKV or gate/up), so that no backward writes through a concatenation and every parallel layout can split them.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from train import config, seeds
+from train.model import rope
+from train.model.attention import attend
+from train.model.loss import lm_loss
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: config.Model, path: str) -> None:
+        super().__init__()
+        self.head_dim, self.path = cfg.head_dim, path
+        self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
+        self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
+        self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
+        self.wo = nn.Linear(cfg.heads * cfg.head_dim, cfg.dim, bias=False)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, heads, d]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, cfg: config.Model) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
+        self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+
+
+class Block(nn.Module):
+    """One layer: x [B, T, dim] and the rotary tables [T, head_dim/2] → [B, T, dim]."""
+
+    def __init__(self, cfg: config.Model, path: str) -> None:
+        super().__init__()
+        self.recompute = False  # see train.memory.recompute
+        self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attention = Attention(cfg, path)
+        self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.ffn = FeedForward(cfg)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.recompute:
+            # no random numbers in a layer, so nothing of the generators' state to keep
+            return checkpoint(self._layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        return self._layer(x, cos, sin)
+
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """tokens, targets [B, T] int64 → mean cross-entropy, 0-dim, fp32 (fp64 for fp64 weights)."""
+
+    def __init__(self, cfg: config.Model, attention: str) -> None:
+        """`attention`: a path that `attention.select` returned, or "auto" to leave the kernel to torch."""
+        super().__init__()
+        self.cfg = cfg
+        self.embed = nn.Embedding(cfg.vocab, cfg.dim)
+        self.layers = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.layers))
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.loss = lm_loss
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.layers:
+            cos, sin = rope.tables(self.cfg, tokens.shape[1], x.dtype, x.device)
+            x = block(x, cos, sin)
+        return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
+
+    def compile_layers(self) -> None:
+        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss."""
+        for block in self.layers:
+            block.compile(fullgraph=True)
+        self.loss = torch.compile(lm_loss, fullgraph=True)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter from (seed, its name) alone."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial_value(self.cfg, name, parameter.shape, seed, parameter.device))
+
+
+def initial_value(cfg: config.Model, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+    """fp32 start of the whole parameter `name`, whatever shard of it a rank keeps and in which dtype.
+
+    Norms are ones, matrices normal(0, 0.02), and those that write to the residual stream smaller by sqrt(2 x layers), so
+    that its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+    """
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
+    generator = torch.Generator(device).manual_seed(seeds.derive(seed, name))
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

@@ -1,0 +1,1 @@
+"""Data parallelism: `build.build` makes the reduction that a configuration names; `mesh` (no torch) checks its degrees."""

@@ -1,0 +1,83 @@
+"""What the training loop sees of any reduction."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.parallel.adamw import AdamW
+from train.parallel.traffic import Meter
+
+
+class DataParallel(ABC):
+    """A model whose gradients are averaged over ranks and whose weights AdamW updates.
+
+    A step is `count` times (`with micro_step(i, count): (module(tokens, targets) / count).backward()`), then `step(lr)`.
+    """
+
+    module: Callable[..., Any]  # what the loop calls: the model itself or a wrapper of it
+    meter: Meter
+
+    @abstractmethod
+    def micro_step(self, index: int, count: int) -> AbstractContextManager[None]:
+        """Around forward and backward of micro-batch `index` of `count` in a step."""
+
+    @abstractmethod
+    def step(self, lr: float) -> Tensor:
+        """Reduce, clip, update, hand weights back; gradients are cleared. No host synchronisation on a GPU.
+
+        Returns the norm of the averaged gradient before clipping: 0-dim, on the device, in the masters' dtype.
+        """
+
+    @abstractmethod
+    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+        """Master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank."""
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Master weights by parameter name, gathered whole on every rank."""
+        return self.full("weight")
+
+    @abstractmethod
+    def _owners(self) -> list[AdamW]:
+        """The optimizers of this rank's pieces, in a stable order."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Make the model's weights follow the masters after these were loaded."""
+
+    def shard_items(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's shard of master weights and optimizer state, live tensors, in a stable order.
+
+        Names: "<parameter>.weight", "<parameter>.exp_avg", "<parameter>.exp_avg_sq", "<parameter>.step".
+        """
+        for owner in self._owners():
+            yield from owner.items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's shard as plain tensors by the names of `shard_items`; the tensors are live."""
+        return dict(self.shard_items())
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` of the same rank and layout gave. Collective. Raises ValueError on other names or shapes."""
+        own = self.state_dict()
+        if differ := sorted(set(own) ^ set(state)):
+            raise ValueError(f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(f"checkpoint of another layout: {name} has shape {list(state[name].shape)}, not {list(tensor.shape)}")
+            tensor.copy_(state[name])
+        self._publish()
+
+    def traffic(self) -> dict[str, Any]:
+        """See `Meter.report`."""
+        return self.meter.report()
+
+    def close(self) -> None:
+        """Remove hooks and wrappers; the model keeps its weights."""
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) in registration order; a tied parameter once, under its first name."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]

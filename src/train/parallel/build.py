@@ -1,0 +1,41 @@
+"""From a configuration to the reduction that it names."""
+
+import torch
+from torch import nn
+
+from train import config
+from train.parallel import mesh
+from train.parallel.base import DataParallel
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def compute_dtype(cfg: config.Train, device: torch.device) -> torch.dtype:
+    """The dtype that forward and backward run in; precision=auto is bf16 on a GPU and fp32 on a CPU."""
+    if cfg.precision.name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[cfg.precision.name]
+
+
+def param_dtype(cfg: config.Train, compute: torch.dtype) -> torch.dtype:
+    """The dtype in which `build` wants the model: fsdp's parameters are the masters, the other reductions make masters."""
+    return torch.promote_types(compute, torch.float32) if cfg.reduction.name == "fsdp" else compute
+
+
+def build(model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, rank: int) -> DataParallel:
+    """Take over `model`: on `device`, in `param_dtype`, the same weights on every rank; compiled layers before, not after.
+
+    With world_size > 1 the default process group is initialised. Raises ConfigError for degrees that can't be.
+    """
+    mesh.resolve(cfg, world_size)
+    if cfg.reduction.name == "fsdp":
+        from train.parallel.fsdp import Fsdp
+
+        return Fsdp(model, cfg, device, world_size, compute_dtype(cfg, device))
+    if cfg.reduction.name in mesh.ZERO2 and world_size > 1:
+        from train.parallel.zero2 import Zero2
+
+        return Zero2(model, cfg, device, world_size, rank)
+    from train.parallel.replicated import Replicated
+
+    return Replicated(model, cfg, device, world_size)

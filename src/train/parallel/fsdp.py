@@ -1,0 +1,121 @@
+"""reduction=fsdp: torch's fully_shard (ZeRO-3), one unit per block and one for the rest; HSDP with dp_replicate above 1.
+
+Parameters are the fp32 masters; with a lower compute dtype they are gathered in it and gradients are reduced in fp32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from train import config
+from train.parallel import collectives, mesh
+from train.parallel.adamw import AdamW, Piece, clip_scale, norms
+from train.parallel.base import DataParallel, trainable
+from train.parallel.traffic import Meter
+
+
+class Fsdp(DataParallel):
+    """`compute`: dtype of the gathered weights; `model` holds the masters.
+
+    The optimizer works on the local shards as plain tensors: the same kernels as in the other reductions, and no DTensor
+    dispatch for every parameter.
+    """
+
+    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype) -> None:
+        self._optim, self._device, self._compute = cfg.optim, device, compute
+        self._own_group = not dist.is_initialized()
+        if self._own_group:  # one rank on its own; fully_shard wants a group all the same
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        degrees = mesh.resolve(cfg, world)
+        self._copies, self._shards = degrees["dp_replicate"], degrees["dp_shard"]
+        names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
+        devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
+        self._group = devices.get_group("dp_shard")
+        self._keep = cfg.reduction.reshard_after_forward is False  # gathered weights live until the step's last backward
+        # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
+        self._once = cfg.reduction.accumulate == "once"
+        self.meter = Meter(device)
+        self.module: Any = self._wrap(model, devices)
+        self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
+        self._pieces = [Piece(n, p.detach().to_local(), p.ndim >= 2) for n, p in self._named]
+        self._owner = AdamW(self._pieces, cfg.optim)
+        self._micro_batches = 0
+
+    def _wrap(self, model: nn.Module, devices: DeviceMesh) -> FSDPModule:
+        stored = next(model.parameters()).dtype
+        mixed = self._compute != stored
+        policy = MixedPrecisionPolicy(param_dtype=self._compute if mixed else None, reduce_dtype=stored if mixed else None)
+        self._blocks = list(getattr(model, "layers", ()))
+        for block in self._blocks:
+            fully_shard(block, mesh=devices, mp_policy=policy, reshard_after_forward=not self._keep)
+        return fully_shard(model, mesh=devices, mp_policy=policy, reshard_after_forward=not self._keep)
+
+    @contextmanager
+    def micro_step(self, index: int, count: int) -> Iterator[None]:
+        last = index == count - 1
+        self.module.set_is_last_backward(last)
+        self.module.set_requires_gradient_sync(last or not self._once)
+        self.module.set_requires_all_reduce(last)
+        if self._keep:
+            self.module.set_reshard_after_backward(last)
+        self._micro_batches = count
+        yield
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        grads = []
+        for (_, p), piece in zip(self._named, self._pieces, strict=True):
+            if piece.tensor.numel():
+                grad = p.grad
+                grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
+            p.grad = None
+        own = norms(grads, self._device).square().sum().view(1)
+        parts = own.new_empty(self._shards)
+        collectives.all_gather(parts, own, group=self._group)
+        norm = parts.sum().sqrt()
+        dtype = self._pieces[0].tensor.dtype
+        self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
+        return norm.to(dtype)
+
+    @torch.no_grad()
+    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+        whole = {}
+        for (name, p), piece in zip(self._named, self._pieces, strict=True):
+            local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor
+            sharded = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            whole[name] = sharded.full_tensor()
+        return whole
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes by the layout, as rings send them (fully_shard shows no counters); "exposed_s": None, it can't be seen from
+        outside fully_shard."""
+        gathers = 1 if self._keep else 2 * self._micro_batches  # of a block; the root keeps its weights until backward ends
+        root_gathers = 1 if self._keep else self._micro_batches
+        in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
+        reductions = 1 if self._once else self._micro_batches
+        sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        for _, p in self._named:
+            shard = -(-p.shape[0] // self._shards) * (p.numel() // p.shape[0])  # rows are padded to the shards
+            times = gathers if id(p) in in_blocks else root_gathers
+            sent["all_gather"] += times * shard * self._compute.itemsize * (self._shards - 1)
+            sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (self._shards - 1)
+            sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
+        return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
+
+    def _owners(self) -> list[AdamW]:
+        return [self._owner]
+
+    def _publish(self) -> None:
+        """The masters are the weights that fully_shard gathers."""
+
+    def close(self) -> None:
+        if self._own_group:
+            dist.destroy_process_group()

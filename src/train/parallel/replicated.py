@@ -1,0 +1,122 @@
+"""All state on every rank: ddp, and every reduction but fsdp on one rank, where nothing has to be reduced."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train import config
+from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype, norms
+from train.parallel.base import DataParallel, trainable
+from train.parallel.traffic import Meter
+
+UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
+
+
+class Replicated(DataParallel):
+    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int) -> None:
+        self._world, self._optim, self._device = world_size, cfg.optim, device
+        self._named = trainable(model)
+        self.meter = Meter(device)
+        self._updates = [_Update(chunk, cfg.optim) for chunk in _chunks(self._named)]
+        self._compute_done = self.meter.mark()
+        self.module: Any = model
+        if world_size > 1:
+            self.module = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                bucket_cap_mb=cfg.reduction.bucket_mib or 25,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+            )
+            self.module.register_comm_hook(None, self._all_reduce)
+
+    def _all_reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum of a bucket over ranks; `step` divides, so that no pass over the gradients is spent on it."""
+        buffer = bucket.buffer()
+        # a ring sends every byte (w-1)/w times to reduce and as often to spread the result
+        self.meter.sent("all_reduce", 2 * buffer.nbytes * (self._world - 1) // self._world)
+        if bucket.is_last():
+            self._compute_done = self.meter.mark()
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    @contextmanager
+    def micro_step(self, index: int, count: int) -> Iterator[None]:
+        last = index == count - 1
+        with nullcontext() if last or self._world == 1 else self.module.no_sync():
+            yield
+        if last and self._world > 1:  # backward returns once the last bucket is reduced
+            self.meter.exposed("all_reduce", self._compute_done, self.meter.mark())
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        for _, p in self._named:
+            if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
+                p.grad = torch.zeros_like(p)
+        norm = torch.linalg.vector_norm(norms([p.grad for _, p in self._named if p.grad is not None], self._device)) / self._world
+        scale = clip_scale(norm, self._optim.clip_norm, self._world)
+        for update in self._updates:
+            update.run(scale, lr)
+        self.meter.end_step()
+        return norm.to(master_dtype(self._named[0][1].dtype))
+
+    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+        return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
+
+    def _owners(self) -> list[AdamW]:
+        return [u.owner for u in self._updates]
+
+    def _publish(self) -> None:
+        for update in self._updates:
+            update.publish()
+
+    def close(self) -> None:
+        if self._world > 1:
+            self.module = self.module.module
+
+
+class _Update:
+    """AdamW of some parameters on their masters."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], optim: config.Optim) -> None:
+        self.weights = [p.detach() for _, p in named]
+        self.parameters = [p for _, p in named]
+        self.copies = self.weights[0].dtype != master_dtype(self.weights[0].dtype)
+        masters = [w.to(master_dtype(w.dtype)) for w in self.weights]  # the weights themselves unless they are bf16
+        self.owner = AdamW([Piece(n, m, m.ndim >= 2) for (n, _), m in zip(named, masters)], optim)
+
+    def run(self, scale: Tensor, lr: float) -> None:
+        grads: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
+        for p in self.parameters:
+            p.grad = None
+        if self.copies:
+            low, grads = grads, [torch.empty_like(m) for m in self.owner.tensors]
+            torch._foreach_copy_(grads, low)
+            del low
+        self.owner.step(grads, scale.to(grads[0].dtype), lr)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self.copies:
+            torch._foreach_copy_(self.weights, self.owner.tensors)
+
+
+def _chunks(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive parameters of one dtype, each run of about UPDATE_BYTES of master weights."""
+    chunk: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, p in named:
+        if chunk and (size >= UPDATE_BYTES or p.dtype != chunk[0][1].dtype):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, p))
+        size += p.numel() * 4
+    if chunk:
+        yield chunk

@@ -1,0 +1,196 @@
+"""ZeRO-2 (Rajbhandari et al. 2020, arXiv 1910.02054): every rank owns a slice of gradients, masters and optimizer state.
+
+zero2 and zero2o only *copy* between ranks: all-to-all hands every owner the others' copies of its slice, and it adds them
+itself, in rank order, in fp32. Sums then depend neither on the backend's algorithm nor on buckets or on when they are
+issued. zero2rs leaves the sum, in the gradients' dtype, to the backend's reduce-scatter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train import config
+from train.parallel import collectives
+from train.parallel.adamw import AdamW, clip_scale, norms
+from train.parallel.base import DataParallel, trainable
+from train.parallel.bucket import Bucket, make_buckets
+from train.parallel.lane import Lane
+from train.parallel.traffic import Meter
+
+UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
+
+
+class Zero2(DataParallel):
+    """`reduction.name`: zero2 issues all buckets after backward, zero2o and zero2rs each as its last gradient is in."""
+
+    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int) -> None:
+        self.module = model
+        self.meter = Meter(device)
+        self._world, self._device, self._optim = world, device, cfg.optim
+        self._scatter = cfg.reduction.name == "zero2rs"
+        self._every = cfg.reduction.accumulate == "every"
+        self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank)
+        # the next forward needs the first parameters, which lie in the last buckets, first
+        self._updates = [_Update(group, cfg.optim) for group in _groups(list(reversed(self._buckets)))]
+        self._lane = Lane(device, meter=self.meter)
+        self._queue: list[tuple[Bucket, Any, Tensor]] = []  # issued and not yet summed (CPU)
+        self._missing = [0] * len(self._buckets)  # gradients that a bucket still waits for in this micro-batch
+        self._next = 0  # buckets are issued in this one order on every rank, whatever the order of their gradients
+        self._reducing = False
+        self._hooks = []
+        if cfg.reduction.name != "zero2":
+            for index, bucket in enumerate(self._buckets):
+                for slot in bucket.slots:
+                    self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def gradient_is_in(_: Tensor) -> None:
+            if not self._reducing:
+                return
+            if index < self._next:
+                raise RuntimeError("a parameter got a second gradient after its bucket was issued: backward ran twice")
+            self._missing[index] -= 1
+            while self._next < len(self._buckets) and self._missing[self._next] == 0:
+                self._issue()
+
+        return gradient_is_in
+
+    @contextmanager
+    def micro_step(self, index: int, count: int) -> Iterator[None]:
+        self._reducing = self._every or index == count - 1
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._next = 0
+        yield
+        while self._reducing and self._next < len(self._buckets):  # zero2; and buckets with parameters without a gradient
+            self._issue()
+        self._reducing = False
+
+    @torch.no_grad()
+    def _issue(self) -> None:
+        """Send the next bucket's gradients to their owners."""
+        bucket = self._buckets[self._next]
+        self._next += 1
+        sent = bucket.pack_grads()
+        self.meter.sent("reduce_scatter" if self._scatter else "all_to_all", sent.nbytes * (self._world - 1) // self._world)
+        with self._lane.beside():
+            if self._scatter:
+                received = sent.new_empty(1, bucket.shard)
+                work = collectives.reduce_scatter(received.view(-1), sent, async_op=True)
+            else:
+                received = sent.new_empty(self._world, bucket.shard)
+                work = collectives.all_to_all(received.view(-1), sent, async_op=True)
+            if self._lane.asynchronous:
+                self._sum(bucket, work, received)
+            else:
+                self._queue.append((bucket, work, received))
+        self._lane.hold(sent)
+
+    def _sum(self, bucket: Bucket, work: Any, received: Tensor) -> None:
+        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
+        self._lane.wait(work, "reduce_scatter" if self._scatter else "all_to_all")
+        if bucket.grad is None:
+            bucket.grad = received[0].to(bucket.master.dtype, copy=True)
+        else:
+            bucket.grad.add_(received[0])
+        for copy in received[1:]:
+            bucket.grad.add_(copy)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        for bucket, work, received in self._queue:
+            self._sum(bucket, work, received)
+        self._queue.clear()
+        self._lane.join("reduce_scatter" if self._scatter else "all_to_all")
+        norm = self._norm() / self._world
+        scale = clip_scale(norm, self._optim.clip_norm, self._world)
+        gathers = []
+        for update in self._updates:
+            update.run(scale, lr)
+            gathers += self._gather(update.buckets)
+        self._finish(gathers)
+        self.meter.end_step()
+        return norm.to(self._buckets[0].master.dtype)
+
+    def _norm(self) -> Tensor:
+        """2-norm of the summed gradient, fp64: sums of squares of the owners' slices, added in rank order."""
+        own = norms([b.grad for b in self._buckets if b.grad is not None], self._device).square().sum().view(1)
+        parts = own.new_empty(self._world)
+        with self.meter.waiting("norm"):
+            collectives.all_gather(parts, own)
+        return parts.sum().sqrt()
+
+    def _gather(self, buckets: list[Bucket]) -> list[Any]:
+        """Start to hand the owners' slices of the weights to every rank."""
+        for bucket in buckets:
+            self.meter.sent("all_gather", bucket.own.nbytes * (self._world - 1))
+        with self._lane.beside():
+            return [collectives.all_gather(b.weight, b.own, async_op=True) for b in buckets]
+
+    def _finish(self, gathers: list[Any]) -> None:
+        with self._lane.beside():
+            for work in gathers:
+                self._lane.wait(work, "all_gather")
+        self._lane.join("all_gather")
+
+    @torch.no_grad()
+    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+        whole: dict[str, Tensor] = {}
+        for update in self._updates:
+            for bucket in update.buckets:
+                shard = torch.zeros_like(bucket.master)
+                for (_, low, high), piece in zip(bucket.owned(), update.pieces[bucket], strict=True):
+                    shard[low:high] = update.owner.state(piece, kind)
+                shards = shard.new_empty(self._world * bucket.shard)
+                collectives.all_gather(shards, shard)
+                whole.update(bucket.gathered(shards))
+        return whole
+
+    def _owners(self) -> list[AdamW]:
+        return [update.owner for update in self._updates]
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for update in self._updates:
+            update.publish()
+        self._finish(self._gather(self._buckets))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Update:
+    """AdamW of some buckets' masters in one call."""
+
+    def __init__(self, buckets: list[Bucket], optim: config.Optim) -> None:
+        self.buckets = buckets
+        self.pieces = {bucket: bucket.pieces() for bucket in buckets}
+        self.owner = AdamW([piece for bucket in buckets for piece in self.pieces[bucket]], optim)
+
+    def run(self, scale: Tensor, lr: float) -> None:
+        grads = [grad for bucket in self.buckets for grad in bucket.grad_pieces()]
+        self.owner.step(grads, scale.to(self.buckets[0].master.dtype), lr)
+        for bucket in self.buckets:
+            bucket.grad = None
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the masters into the own slices of the weights."""
+        rounded = [b for b in self.buckets if b.master.dtype != b.dtype]
+        if rounded:
+            torch._foreach_copy_([b.own for b in rounded], [b.master for b in rounded])
+
+
+def _groups(buckets: list[Bucket]) -> Iterator[list[Bucket]]:
+    """Consecutive buckets of one dtype, each run of about UPDATE_BYTES of this rank's master weights."""
+    group: list[Bucket] = []
+    for bucket in buckets:
+        if group and (sum(b.master.nbytes for b in group) >= UPDATE_BYTES or bucket.dtype != group[0].dtype):
+            yield group
+            group = []
+        group.append(bucket)
+    if group:
+        yield group

@@ -1,0 +1,88 @@
+"""From overrides to frozen points: compose, check, resolve device, ranks and batch, merge equal ones."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from train import config
+from train.config import ConfigError, Train
+from train.data import corpus
+from train.sweep import freeze, validate
+from train.sweep.grid import Composer, Point
+
+
+@dataclass
+class Frozen:
+    """A point with everything resolved."""
+
+    cfg: Train
+    identity: str
+    overrides: list[str]
+    slug: str
+    invalid: Optional[str] = None  # why it can't exist
+    folder: str = ""
+    merged: list[list[str]] = field(default_factory=list)  # overrides of equal points
+
+
+def resolve_host(cfg: Train, host: dict[str, Any], cores: int) -> None:
+    """Fill in device, nproc and precision from what this host has. Raises ConfigError for what it doesn't have."""
+    gpus = len(host.get("gpus", []))
+    if cfg.device == "auto":
+        cfg.device = "cuda" if gpus else "cpu"
+    if cfg.device == "cuda" and not gpus:
+        why = f" ({host['gpu_error']})" if host.get("gpu_error") else ""
+        raise ConfigError("device", "cuda", f"no CUDA device is visible here{why}; use device=cpu or auto")
+    limit = gpus if cfg.device == "cuda" else max(8, 4 * cores)
+    what = "visible GPUs" if cfg.device == "cuda" else f"ranks for {cores} cores"
+    if cfg.nproc is None:
+        cfg.nproc = gpus if cfg.device == "cuda" else 2
+    if cfg.nproc > limit:
+        raise ConfigError("nproc", cfg.nproc, f"must be at most {limit} ({limit} {what})")
+    if cfg.precision.name == "auto":
+        cfg.precision.name = "bf16" if cfg.device == "cuda" else "fp32"
+
+
+def resolve(cfg: Train) -> Optional[str]:
+    """Check the combination; fill in degrees, batch and the data's content. The reason when the point can't exist."""
+    from train.parallel import mesh
+
+    assert cfg.nproc is not None
+    if reason := validate.combination(cfg, cfg.nproc):
+        return reason
+    degrees = mesh.resolve(cfg, cfg.nproc)
+    cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = degrees["dp_replicate"], degrees["dp_shard"]
+    cfg.grad_accum, cfg.global_batch = validate.batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
+    cfg.data.content = corpus.content_hash(cfg.data)
+    return None
+
+
+def checked(composer: Composer, points: Iterator[Point]) -> list[tuple[Point, Train]]:
+    """Compose every point and check each key by itself. Raises ConfigError and Hydra's errors: bad input."""
+    out = []
+    for point in points:
+        cfg = config.from_dict(Train, composer.compose(point.overrides))
+        validate.values(cfg)
+        out.append((point, cfg))
+    return out
+
+
+def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], cores: int) -> list[Frozen]:
+    """Resolved points in grid order, equal ones merged, repeats expanded. Raises ConfigError."""
+    out: dict[str, Frozen] = {}
+    for point, original in checked_points:
+        for repeat in range(original.repeats):
+            cfg = copy.deepcopy(original)
+            cfg.repeat = repeat
+            resolve_host(cfg, host, cores)
+            invalid = resolve(cfg)
+            identity = freeze.identity(cfg)
+            if identity in out:
+                out[identity].merged.append(point.overrides)
+            else:
+                out[identity] = Frozen(cfg, identity, point.overrides, freeze.slug(point.swept, cfg), invalid)
+    frozen = list(out.values())
+    short = {p.identity[:8] for p in frozen}
+    for p in frozen:
+        p.folder = f"{p.slug}-{p.identity[: 8 if len(short) == len(frozen) else 16]}"
+    return frozen

@@ -1,0 +1,139 @@
+"""One command: grid → frozen points → executor → table. Everything is checked before anything is written."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, Optional
+
+from hydra.core.config_loader import ConfigLoader
+from omegaconf import DictConfig
+
+from train.config import ConfigError, Train
+from train.launch import environment, local, starters
+from train.launch.classify import FAILED
+from train.launch.supervisor import Stop
+from train.sweep import folder, grid, points, snapshot
+from train.sweep.store import PACKAGE
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(text, flush=True)
+
+
+def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
+    """What torch sees, through the warm server when there is one. Raises ConfigError when torch can't be imported."""
+    if warm is not None:
+        try:
+            return warm.probe()
+        except EOFError:
+            raise ConfigError("torch", "missing", "the rank server could not start; its error is above") from None
+    command = [sys.executable, "-m", "train.launch.probe"]
+    done = subprocess.run(command, env=starters.python_env(PACKAGE.parent), capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError("torch", "missing", f"can't be imported by {sys.executable}: {last}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def install_signals() -> Stop:
+    """SIGINT, SIGTERM and SIGHUP set the flag; a second one kills at once."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stop = Stop(fd=read)
+
+    def handler(signum: int, _: object) -> None:
+        stop.hard = stop.signum is not None
+        stop.signum = stop.signum or signum
+        try:
+            os.write(write, b"x")
+        except BlockingIOError:
+            pass
+
+    for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(s, handler)
+    return stop
+
+
+def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str]) -> int:
+    """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
+    composer = grid.Composer(loader, master)
+    checked = points.checked(composer, grid.expand(loader, grids, arguments))
+    if not checked:
+        raise ConfigError("sweeps", "", "the grid has no points")
+    run_cfg = checked[0][1]
+    for name in environment.leftovers():
+        say(f"ignored: {name}={environment.USER[name]} is left over from another launcher")
+    stop = install_signals()
+    head, dirty = snapshot.commit()
+    environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
+    several = len(checked) * run_cfg.repeats > 1
+    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    try:
+        frozen = points.freeze_all(checked, probe_host(warm), len(os.sched_getaffinity(0)))
+        if stop.signum:
+            return 128 + stop.signum
+        return _run(run_cfg, frozen, warm, stop)
+    finally:
+        if warm is not None:
+            warm.close()
+
+
+def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop) -> int:
+    merged = sum(len(p.merged) for p in frozen)
+    if merged:
+        say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
+    if all(p.invalid for p in frozen):
+        reasons = Counter(p.invalid for p in frozen)
+        lines = [f"{reason} ({n} points)" if n > 1 else str(reason) for reason, n in reasons.items()]
+        sys.stderr.write("error: " + "; ".join(lines[:3]) + "\n")
+        return 2
+    if cfg.plan:
+        for p in frozen:
+            say(f"{'invalid' if p.invalid else 'pending'}  {p.folder}  {' '.join(p.overrides)}" + (f"  ({p.invalid})" if p.invalid else ""))
+        return 0
+    path = folder.choose(cfg)
+    command = shlex.join(["python", "-m", "train", *_user_arguments()])
+    with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
+        if not owned:
+            return 128 + (stop.signum or signal.SIGINT)
+        opened = folder.open_sweep(path, frozen, command, cfg.code)
+        executor = local.Local(opened, cfg, warm, stop, say)
+        executor.run()
+    statuses = executor.statuses()
+    report(path)
+    return exit_code(statuses, stop)
+
+
+def _user_arguments() -> list[str]:
+    """The command line as it was typed, before __main__ prepared it."""
+    text = Path("/proc/self/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+    for marker in (["-m", "train"],):
+        for i in range(len(text) - 1):
+            if text[i : i + 2] == marker:
+                return text[i + 2 :]
+    return text[2:]
+
+
+def exit_code(statuses: list[str], stop: Stop) -> int:
+    """The command's exit code from its points' final statuses."""
+    if stop.signum:
+        return 128 + stop.signum
+    if any(s in FAILED for s in statuses):
+        return 1
+    return 2 if all(s == "invalid" for s in statuses) else 0
+
+
+def report(path: Path) -> None:
+    """Table and report through `analysis`, from the folders alone."""
+    import analysis.report
+    import analysis.table
+
+    say("")
+    say(analysis.table.render(path))
+    say(f"\nreport: {os.path.relpath(analysis.report.write_report(path))}")

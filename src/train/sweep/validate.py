@@ -1,0 +1,151 @@
+"""What a point must satisfy before anything starts, without torch.
+
+`values` raises ConfigError for a key that is wrong by itself: bad input, the command ends. `combination` returns why keys
+that are each fine can't be combined: the point is `invalid`, the others run.
+"""
+
+import math
+from typing import Optional
+
+from train.config import ConfigError, Train
+from train.data import corpus
+from train.errors import nearest
+
+CHOICES = {
+    "device": ("auto", "cuda", "cpu"),
+    "memory.recompute": ("none", "full"),
+    "compile.name": ("none", "layer"),
+    "precision.name": ("auto", "bf16", "fp32", "fp64"),
+    "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
+}
+#: key → (lowest, highest); the upper ends catch typos before they cost an hour
+RANGES: dict[str, tuple[float, float]] = {
+    "micro_batch": (1, 2**20),
+    "grad_accum": (1, 2**20),
+    "global_batch": (1, 2**30),
+    "seq_len": (1, 2**24),
+    "steps": (1, 10**7),
+    "seed": (0, 2**63 - 1),
+    "nproc": (1, 2**16),
+    "repeats": (1, 1000),
+    "timeout": (0.1, 10**7),
+    "retries": (0, 10**6),
+    "max_failures": (1, 10**6),
+    "model.dim": (1, 2**20),
+    "model.layers": (1, 10**5),
+    "model.heads": (1, 2**16),
+    "model.kv_heads": (1, 2**16),
+    "model.head_dim": (2, 2**14),
+    "model.ffn": (1, 2**22),
+    "model.vocab": (1, 2**26),
+    "model.norm_eps": (0, 1),
+    "model.rope_theta": (1, 10**12),
+    "parallelism.dp_replicate": (-1, 2**16),
+    "parallelism.dp_shard": (-1, 2**16),
+    "reduction.bucket_mib": (0.001, 2**16),
+    "optim.lr": (0, 1e3),
+    "optim.warmup_steps": (0, 10**9),
+    "optim.beta1": (0, 0.999999999),
+    "optim.beta2": (0, 0.999999999),
+    "optim.eps": (0, 1),
+    "optim.weight_decay": (0, 1e3),
+    "optim.clip_norm": (1e-12, 1e12),
+    "hardware.peak_tflops": (0.001, 1e6),
+    "launch.first_step_timeout": (1, 10**7),
+    "launch.hang_seconds": (1, 10**7),
+}
+
+
+def get(cfg: Train, key: str) -> object:
+    """The value at a dotted key."""
+    value: object = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def values(cfg: Train) -> None:
+    """Check every key by itself. Raises ConfigError for the first one that is wrong."""
+    for key, valid in CHOICES.items():
+        value = get(cfg, key)
+        if value not in valid:
+            raise ConfigError(key, value, f"must be one of {', '.join(valid)}{nearest(str(value), list(valid))}")
+    for key, (low, high) in RANGES.items():
+        value = get(cfg, key)
+        if value is None:
+            continue
+        assert isinstance(value, (int, float))
+        if not math.isfinite(value) or not low <= value <= high:
+            raise ConfigError(key, value, f"must be {_range(low, high)}")
+    for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
+        if get(cfg, key) == 0:
+            raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    if cfg.code not in (None, "new"):
+        raise ConfigError("code", cfg.code, "must be `new` or left out")
+    if cfg.reduction.accumulate not in (None, "once", "every"):
+        raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
+    for key in ("env", "nccl.env"):
+        for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
+            if "=" in name or "\0" in f"{name}{value}" or not name:
+                raise ConfigError(f"{key}.{name}", value, "is not an environment variable")
+    if cfg.name is not None:
+        _check_name(cfg.name)
+    corpus.files(cfg.data)
+
+
+def _range(low: float, high: float) -> str:
+    return f"between {low:g} and {high:g}" if max(abs(low), abs(high)) < 2**20 else f"at least {low:g} (and at most {high:g})"
+
+
+def _check_name(name: str) -> None:
+    if not name or name in (".", "..") or "/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200:
+        raise ConfigError("name", name, "must be a folder name: no /, no leading dot, at most 200 bytes")
+
+
+def batch(cfg: Train, data_ranks: int) -> tuple[int, int]:
+    """(grad_accum, global_batch in rows) for `data_ranks` ranks with rows of their own. Raises ConfigError."""
+    unit = cfg.micro_batch * data_ranks
+    if cfg.global_batch is None:
+        accum = cfg.grad_accum or 1
+        return accum, accum * unit
+    if cfg.global_batch % unit:
+        low = max(unit, cfg.global_batch // unit * unit)
+        raise ConfigError(
+            "global_batch",
+            cfg.global_batch,
+            f"must be a multiple of micro_batch x data-parallel ranks = {cfg.micro_batch} x {data_ranks}"
+            f" (nearest: {low}, {low + unit})",
+        )
+    accum = cfg.global_batch // unit
+    if cfg.grad_accum not in (None, accum):
+        raise ConfigError("grad_accum", cfg.grad_accum, f"with global_batch={cfg.global_batch} it is {accum}; give one of them")
+    return accum, cfg.global_batch
+
+
+def combination(cfg: Train, nproc: int) -> Optional[str]:
+    """Why this point can't exist, or None. `cfg.device` is resolved."""
+    from train.parallel import mesh
+
+    try:
+        m = cfg.model
+        if m.heads % m.kv_heads:
+            raise ConfigError("model.kv_heads", m.kv_heads, f"must divide model.heads={m.heads}")
+        if m.head_dim % 2:
+            raise ConfigError("model.head_dim", m.head_dim, "must be even (rotary embedding)")
+        if cfg.data.name == "text" and (need := corpus.vocab_size(cfg.data)) > m.vocab:
+            raise ConfigError("model.vocab", m.vocab, f"must be at least {need}, the ids that the text uses")
+        for key, users in (
+            ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
+            ("accumulate", ("zero2", "zero2o", "zero2rs")),
+            ("reshard_after_forward", ("fsdp",)),
+        ):
+            if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
+                raise ConfigError(f"reduction.{key}", getattr(cfg.reduction, key), f"goes with reduction={'|'.join(users)} only")
+        if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
+            raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        degrees = mesh.resolve(cfg, nproc)
+        batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
+    except ConfigError as e:
+        return str(e)
+    return None

@@ -1,0 +1,132 @@
+"""What ranks run: a few optimizer steps of a small model, and what came of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train import config
+from train.model.transformer import Transformer
+from train.parallel.build import DTYPES, build, param_dtype
+
+ROWS = 8  # global batch
+SEQ = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    reduction: str
+    dtype: str = "fp64"
+    bucket_mib: float | None = 0.004
+    accumulate: str | None = None
+    grad_accum: int = 1
+    reshard: bool | None = None
+    dp_replicate: int = -1
+    model: str = "transformer"  # transformer | tied | odd
+    widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
+    unused: bool = False  # odd: parameters that get no gradient in some steps
+    compiled: bool = False
+    steps: int = 3
+    clip_norm: float | None = 0.05  # below the norms met here: clipping happens
+    beta1: float = 0.0  # the first moment is then the clipped gradient itself
+    lr: float = 1e-2
+
+
+@dataclass
+class Outcome:
+    losses: list[float] = field(default_factory=list)  # mean over this rank's rows, by step
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # by step, clipped
+    weights: list[dict[str, Tensor]] = field(default_factory=list)  # masters after each step
+    model: dict[str, Tensor] = field(default_factory=dict)  # the weights that forward reads, after the last step
+    traffic: dict[str, Any] = field(default_factory=dict)
+
+
+class Odd(nn.Module):
+    """An embedding and matrices of any shape; in odd steps, and for `never` in all, parameters get no gradient."""
+
+    def __init__(self, widths: tuple[int, ...], unused: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, widths[0])
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.head = nn.Linear(widths[-1], 11, bias=False)
+        self.unused = unused
+        if unused:
+            self.never = nn.Parameter(torch.ones(3, 5))
+            self.sometimes = nn.Parameter(torch.ones(widths[-1]))
+        self.calls = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens % 11)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.unused and self.calls % 2 == 0:
+            x = x * self.sometimes
+        self.calls += 1
+        logits = self.head(x).flatten(0, 1)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten() % 11)
+
+
+def configuration(case: Case) -> config.Train:
+    """The part of a configuration that a reduction reads."""
+    return config.Train(
+        model=config.Model(
+            name="test", dim=24, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=40, vocab=61, tied=case.model == "tied"
+        ),
+        parallelism=config.Parallelism(name="test", dp_replicate=case.dp_replicate),
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        precision=config.Precision(case.dtype),
+        optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
+    )
+
+
+def make_model(case: Case, cfg: config.Train) -> nn.Module:
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    model: nn.Module
+    if case.model == "odd":
+        model = Odd(case.widths, case.unused)
+    else:
+        model = Transformer(cfg.model, "math")
+        model.init_weights(0)
+        if case.compiled:
+            model.compile_layers()
+    return model.to(param_dtype(cfg, DTYPES[case.dtype]))
+
+
+def rows(step: int) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), [ROWS, SEQ], of a step's global batch."""
+    data = torch.randint(0, 61, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    return data[:, :-1], data[:, 1:]
+
+
+def train(rank: int, world: int, case: Case) -> Outcome:
+    """Run `case` as one of `world` ranks, each with its rows of the global batch."""
+    cfg = configuration(case)
+    model = make_model(case, cfg)
+    dp = build(model, cfg, torch.device("cpu"), world, rank)
+    out = Outcome()
+    for step in range(case.steps):
+        out.losses.append(one_step(dp, rank, world, case, step))
+        out.norms.append(float(dp.step(case.lr)))
+        out.gradients.append(dp.full("exp_avg"))
+        out.weights.append({k: v.clone() for k, v in dp.full_weights().items()})
+    out.traffic = dp.traffic()
+    if case.reduction != "fsdp":
+        out.model = {k: v.detach().clone() for k, v in model.named_parameters()}
+    dp.close()
+    return out
+
+
+def one_step(dp: Any, rank: int, world: int, case: Case, step: int) -> float:
+    """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows."""
+    tokens, targets = (t.chunk(world)[rank].chunk(case.grad_accum) for t in rows(step))
+    total = 0.0
+    for i in range(case.grad_accum):
+        with dp.micro_step(i, case.grad_accum):
+            loss = dp.module(tokens[i], targets[i]) / case.grad_accum
+            loss.backward()
+        total += float(loss)
+    return total

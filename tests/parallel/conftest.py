@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two gloo ranks, started once."""
+    with Ranks(2, tmp_path_factory.mktemp("two")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four gloo ranks, started once."""
+    with Ranks(4, tmp_path_factory.mktemp("four")) as ranks:
+        yield ranks
