@@ -5,23 +5,26 @@ The rule, on the seconds of each step, in order:
 1. *first steps*: the reference is the median of the second half, and its spread a robust one (MAD). Leading steps are
    dropped as long as a step, or the median of the five that start with it, lies above the reference by more than
    `SPREADS` spreads (at least 2 %). A single slow step later on is an outlier, not warm-up, and stays.
-2. *drift*: while the first quarter of what is left differs from its last half by more than `DRIFT_Z` standard errors
-   (autocorrelation counted, see analysis.stats) and by 0.5 %, a twentieth more is dropped.
+2. *drift*: while a straight line through what is left changes by more than `DRIFT_Z` standard errors
+   (autocorrelation counted) and by `MIN_DRIFT` from end to end, a twentieth of the run more is dropped.
 3. At most half of the steps is dropped for 1 and 2. A run that still differs then has no steady state: its last half is
    used and the row carries the flag `drift`.
 
 A run of fewer than `SHORT` steps loses its first step (first two from five steps on) and is flagged.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.stats import estimate, robust_scale
+from analysis.stats import robust_scale
 
 SHORT = 8
 SPREADS = 4.0
-DRIFT_Z = 3.0
+DRIFT_Z = 2.5
+MIN_DRIFT = 0.005  # half a percent over the run: less does not matter
+MIN_TREND = 10  # steps; fewer show no trend
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,22 @@ def _first_steps(x: np.ndarray, half: int) -> int:
 
 
 def _drifting(x: np.ndarray) -> bool:
-    """First quarter against last half."""
-    if len(x) < 12:
+    """Whether a straight line through the (clipped) values rises or falls more than AR(1) noise would make it."""
+    n = len(x)
+    if n < MIN_TREND:
         return False
-    early, late = estimate(x[: len(x) // 4], logged=True), estimate(x[len(x) // 2 :], logged=True)
-    difference = abs(early.log_median - late.log_median)
-    return difference > 0.005 and difference > DRIFT_Z * np.hypot(early.standard_error, late.standard_error)
+    middle = np.median(x)
+    spread = robust_scale(x) or float(x.std()) or 1.0
+    clipped = np.clip(x - middle, -4 * spread, 4 * spread)
+    time = np.arange(n) - (n - 1) / 2
+    slope = float(time @ clipped / (time @ time))
+    if abs(slope) * n < MIN_DRIFT:
+        return False
+    rest = clipped - clipped.mean() - slope * time
+    power = float(rest @ rest)
+    if power == 0:
+        return True
+    rho = float(rest[1:] @ rest[:-1]) / power
+    rho = min(max(rho + (1 + 3 * rho) / n, 0.0), 0.9)
+    error = math.sqrt(power / (n - 2) / float(time @ time) * (1 + rho) / (1 - rho))
+    return abs(slope) > DRIFT_Z * error

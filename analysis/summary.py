@@ -13,6 +13,7 @@ from analysis.stats import estimate
 from analysis.steady import steady
 
 NAN = float("nan")
+MIN_STEPS = 2  # steady steps below which a run has no result: one step is no measurement
 
 
 def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -27,12 +28,14 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     timed = np.isfinite(pace) & (pace > 0)
     when = steady(pace[timed])
     kept = {name: values[timed][when.start :] for name, values in steps.columns.items()}
+    if timed.sum() - when.start < MIN_STEPS:
+        kept = {}
     nproc = number(config.get("nproc"))
     tokens_per_step = number(summary.get("tokens_per_step"))
     if tokens_per_step != tokens_per_step:
         tokens_per_step = _tokens_per_step(config)
     rate = _rate(kept, tokens_per_step)
-    fit = estimate(rate) if len(rate) else None
+    fit = estimate(rate) if len(rate) >= MIN_STEPS else None
     tokens_per_s = math.exp(fit.log_median) if fit else NAN
     per_gpu = _median(kept.get("perf/tokens_per_s_per_gpu"))
     row = {

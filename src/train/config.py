@@ -47,6 +47,8 @@ class Model:
 
 @dataclass
 class Data:
+    """What the model reads."""
+
     name: str = "???"  # text | fake
     path: Optional[str] = None  # text: a UTF-8 file, a folder or a glob; null: CPython's pydoc_data.topics
     tokenizer: Optional[str] = None  # text: a Hugging Face tokenizer.json; null: bytes
@@ -55,6 +57,8 @@ class Data:
 
 @dataclass
 class Parallelism:
+    """Degrees of the mesh; their product is nproc."""
+
     name: str = "???"
     dp_replicate: int = -1  # data-parallel copies of the state; -1: what is left of nproc (ddp), else 1
     dp_shard: int = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
@@ -62,6 +66,8 @@ class Parallelism:
 
 @dataclass
 class Reduction:
+    """How gradients become one update."""
+
     name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
     bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
     accumulate: Optional[str] = None  # zero2*: reduce `once` a step, or after `every` micro-batch
@@ -70,33 +76,45 @@ class Reduction:
 
 @dataclass
 class Memory:
+    """What is traded for memory."""
+
     name: str = "???"
     recompute: str = "none"  # none | full: activations recomputed per layer in backward
 
 
 @dataclass
 class Compile:
+    """What torch.compile covers."""
+
     name: str = "???"  # none | layer: one Inductor graph a layer
 
 
 @dataclass
 class Nccl:
+    """NCCL's environment."""
+
     name: str = "???"
     env: dict[str, str] = field(default_factory=dict)  # set unless the user exported the variable
 
 
 @dataclass
 class Attention:
+    """Which kernel runs attention."""
+
     name: str = "???"  # auto | flash | cudnn | efficient | math
 
 
 @dataclass
 class Precision:
+    """Dtype of weights and activations."""
+
     name: str = "???"  # auto | bf16 | fp32 | fp64; auto: bf16 on a GPU, fp32 on a CPU
 
 
 @dataclass
 class Optim:
+    """The optimizer."""
+
     name: str = "???"
     lr: float = 3e-4
     warmup_steps: int = 0  # linear from lr/warmup_steps; constant after
@@ -109,6 +127,8 @@ class Optim:
 
 @dataclass
 class Hardware:
+    """The device and its peak."""
+
     name: str = "???"  # auto: take what is there; else assert that the device is this one
     device: Optional[str] = None  # exact device name that is asserted
     peak_tflops: Optional[float] = None  # dense peak for MFU in place of the table's or the measured one
@@ -116,10 +136,14 @@ class Hardware:
 
 @dataclass
 class Launch:
+    """Where and how ranks are started."""
+
     name: str = "???"  # local
     warm: bool = True  # fork ranks from a server that has imported torch
     first_step_timeout: float = 600.0  # seconds without a heartbeat until step 2 (imports, compile, autotune)
-    hang_seconds: float = 10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
+    hang_seconds: float = (
+        10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
+    )
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -33,7 +34,7 @@ class Rank:
     """Everything that one rank holds while it trains a point."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        self.born = time.monotonic()
+        self.born = float(os.environ.get("MFU_SWEEP_SPAWNED", time.monotonic()))  # the supervisor's, same clock
         self.folder, self.scratch = folder, scratch
         self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self.world = int(os.environ["WORLD_SIZE"])
@@ -97,15 +98,34 @@ class Rank:
     def _peak(self) -> dict[str, Any]:
         hw = self.cfg.hardware
         if hw.peak_tflops is not None:
-            return {"flops": hw.peak_tflops * 1e12, "source": "hardware.peak_tflops", "kind": "given", "device": self.device_name}
-        known = peaks.lookup(self.device_name, self.cfg.precision.name)
-        if known is None:
-            known = peaks.measure(self.device, self.dtype)
-            if self.world > 1:  # one number for the run: the slowest rank's
-                value = torch.tensor([known.flops], dtype=torch.float64, device=self.device)
-                dist.all_reduce(value, op=dist.ReduceOp.MIN)
-                known = dataclasses.replace(known, flops=value.item())
+            return {
+                "flops": hw.peak_tflops * 1e12,
+                "source": "hardware.peak_tflops",
+                "kind": "given",
+                "device": self.device_name,
+            }
+        known = peaks.lookup(self.device_name, self.cfg.precision.name) or self._measured_peak()
         return {"flops": known.flops, "source": known.source, "kind": known.kind, "device": self.device_name}
+
+    def _measured_peak(self) -> peaks.Peak:
+        """Of an unknown device, the slowest rank's; once per host and sweep, so that all points share one denominator."""
+        name = f"peak-{socket.gethostname()}-{self.device.type}-{self.cfg.precision.name}-{self.world}.json"
+        cache = self.folder.parent / ".sweep" / name
+        stored: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {"flops": 0.0, "source": ""}
+        if self.world > 1:  # every rank decides as rank 0 does
+            known = torch.tensor([stored["flops"]], dtype=torch.float64, device=self.device)
+            dist.broadcast(known, 0)
+            stored["flops"] = known.item()
+        if stored["flops"]:
+            return peaks.Peak(stored["flops"], "measured", stored["source"])
+        found = peaks.measure(self.device, self.dtype)
+        if self.world > 1:
+            value = torch.tensor([found.flops], dtype=torch.float64, device=self.device)
+            dist.all_reduce(value, op=dist.ReduceOp.MIN)
+            found = dataclasses.replace(found, flops=value.item())
+        if self.rank == 0 and cache.parent.is_dir():
+            write(cache, {"flops": found.flops, "source": found.source})
+        return found
 
     # ---- train -------------------------------------------------------------------------------------------------------
 
@@ -210,13 +230,25 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def kind_of(error: BaseException) -> str:
     """oom | invalid | nonfinite | comm (may be the consequence of a peer's failure) | error."""
     text = str(error)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text or "can't allocate memory" in text:
+    if (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "out of memory" in text
+        or "can't allocate memory" in text
+    ):
         return "oom"
     if isinstance(error, ConfigError):
         return "invalid"
     if isinstance(error, NonFinite):
         return "nonfinite"
-    words = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "Socket", "recvValue failed")
+    words = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "gloo",
+        "NCCL",
+        "Socket",
+        "recvValue failed",
+    )
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words)):
         return "comm"
     return "error"
@@ -225,7 +257,9 @@ def kind_of(error: BaseException) -> str:
 def run(folder: str, scratch: str) -> int:
     """Train the point as this rank; the exit code. Whatever goes wrong is recorded for the supervisor, with its time."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # the supervisor asks a hanging rank for its stack
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True, chain=False
+    )  # the supervisor asks a hanging rank for its stack
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file in the run folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     rank = None
@@ -236,7 +270,13 @@ def run(folder: str, scratch: str) -> int:
     except BaseException as e:
         at = time.monotonic()
         first = str(e).strip().splitlines()[0] if str(e).strip() else ""
-        record = {"kind": kind_of(e), "type": type(e).__name__, "message": first[:500], "at": at, "step": rank.heart.step if rank else -1}
+        record = {
+            "kind": kind_of(e),
+            "type": type(e).__name__,
+            "message": first[:500],
+            "at": at,
+            "step": rank.heart.step if rank else -1,
+        }
         number = os.environ["RANK"]
         write(Path(scratch) / f"error-{number}.json", record)
         traceback.print_exc()

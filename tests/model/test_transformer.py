@@ -18,7 +18,9 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def reference_block(cfg: config.Model, w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """One layer, head by head, with rotations as complex numbers. x [T, dim]."""
     length, half = x.shape[0], cfg.head_dim // 2
-    angle = torch.tensor([[t * cfg.rope_theta ** (-i / half) for i in range(half)] for t in range(length)]).double()
+    angle = torch.tensor(
+        [[t * cfg.rope_theta ** (-i / half) for i in range(half)] for t in range(length)], dtype=x.dtype
+    )
     turn = torch.polar(torch.ones_like(angle), angle)
 
     def rotated(h: torch.Tensor) -> torch.Tensor:

@@ -128,5 +128,5 @@ def one_step(dp: Any, rank: int, world: int, case: Case, step: int) -> float:
         with dp.micro_step(i, case.grad_accum):
             loss = dp.module(tokens[i], targets[i]) / case.grad_accum
             loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     return total

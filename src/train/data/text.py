@@ -1,6 +1,7 @@
 """data=text: the corpus as one stream of tokens, cut into rows of seq_len + 1, reshuffled every epoch."""
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -45,14 +46,15 @@ class Text:
 def encode(cfg: Data) -> np.ndarray:
     """All documents as token ids [n] (uint16 or uint32), each followed by the end-of-document id."""
     if cfg.tokenizer is None:
-        end = np.array([256], np.uint16)
-        pieces = [p for text in corpus.documents(cfg) for p in (np.frombuffer(text, np.uint8).astype(np.uint16), end)]
-        return np.concatenate(pieces)
+        return _stream((np.frombuffer(text, np.uint8) for text in corpus.documents(cfg)), end=256, dtype=np.uint16)
     tokenizer = corpus.load_tokenizer(cfg)
-    end = np.array([corpus.end_id(tokenizer)], np.uint32)
     texts = [text.decode() for text in corpus.documents(cfg)]
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-    pieces = [p for one in encoded for p in (np.array(one.ids, np.uint32), end)]
-    if all(len(one.ids) == 0 for one in encoded):
+    if not any(one.ids for one in encoded):
         raise ConfigError("data.tokenizer", cfg.tokenizer, "turns the whole corpus into no token")
-    return np.concatenate(pieces)
+    return _stream((np.array(one.ids) for one in encoded), end=corpus.end_id(tokenizer), dtype=np.uint32)
+
+
+def _stream(parts: Iterable[np.ndarray], end: int, dtype: type[np.unsignedinteger]) -> np.ndarray:
+    separator = np.array([end], dtype)
+    return np.concatenate([piece for part in parts for piece in (part.astype(dtype), separator)])

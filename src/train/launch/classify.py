@@ -72,7 +72,9 @@ def judge(ends: list[RankEnd], oom_killed: bool = False) -> Verdict:
         if oom_killed and first.code == -signal.SIGKILL:
             verdict = Verdict("oom", f"rank {first.rank}: host memory used up, killed by the kernel{at}", first.rank)
         else:
-            verdict = Verdict("crashed", f"rank {first.rank} killed by signal {signal_name(-first.code)}{at}", first.rank)
+            verdict = Verdict(
+                "crashed", f"rank {first.rank} killed by signal {signal_name(-first.code)}{at}", first.rank
+            )
     else:
         verdict = Verdict("crashed", f"rank {first.rank} left with exit code {first.code} and no result", first.rank)
     others = [e for e in own if e is not first]

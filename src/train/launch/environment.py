@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 
 from train.config import Train
 
@@ -9,7 +10,9 @@ from train.config import Train
 USER = dict(os.environ)
 
 #: leftovers of another launcher that would make a rank join somebody else's job
-LAUNCHER = re.compile(r"(RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*)")
+LAUNCHER = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*)"
+)
 
 #: variables that torch, NCCL and CUDA read when first used, so that a forked rank still honours them
 LATE = re.compile(r"(NCCL_|TORCH_NCCL_|GLOO_|CUDA_|PYTORCH_(CUDA_)?ALLOC_CONF)")
@@ -46,4 +49,4 @@ def base() -> dict[str, str]:
 def rank_env(cfg: Train, rank: int, local_rank: int, world: int, local_world: int) -> dict[str, str]:
     """The variables that are set for one rank, on top of `base`."""
     ids = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
-    return {k: str(v) for k, v in ids.items()} | settings(cfg)
+    return {k: str(v) for k, v in ids.items()} | {"MFU_SWEEP_SPAWNED": str(time.monotonic())} | settings(cfg)

@@ -56,7 +56,9 @@ def device_lock(cfg: Train) -> Path:
 class Local:
     """Runs a sweep's points here."""
 
-    def __init__(self, sweep: "Sweep", cfg: Train, warm: Optional[starters.Warm], stop: Stop, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, sweep: "Sweep", cfg: Train, warm: Optional[starters.Warm], stop: Stop, say: Callable[[str], None]
+    ) -> None:
         self.sweep, self.cfg, self.warm, self.stop, self.say = sweep, cfg, warm, stop, say
         keep = frozenset({warm.process.pid}) if warm else frozenset()
         self.cold = starters.Cold(sweep.code, keep)
@@ -88,20 +90,27 @@ class Local:
             if status["status"] in KEPT:
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:
-                self.say(f"{point.folder}: {status['status']} {self.cfg.retries + 1} times; retries={self.cfg.retries} is used up")
+                self.say(
+                    f"{point.folder}: {status['status']} {self.cfg.retries + 1} times; retries={self.cfg.retries} is used up"
+                )
                 continue
             out.append(point)
         return out
 
     def _lose(self, point: Frozen, status: dict[str, Any]) -> None:
         owner = status.get("supervisor") or {}
-        alive = owner.get("host") == os.uname().nodename and process_start(int(owner.get("pid", 0))) == owner.get("started")
+        alive = owner.get("host") == os.uname().nodename and process_start(int(owner.get("pid", 0))) == owner.get(
+            "started"
+        )
         if alive:
             return  # only a supervisor without our lock: none in this version
         self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
         from train.sweep.freeze import write_json
 
-        write_json(self.sweep.folder(point) / "status.json", status | {"status": "lost", "reason": "the supervisor ended without a word"})
+        write_json(
+            self.sweep.folder(point) / "status.json",
+            status | {"status": "lost", "reason": "the supervisor ended without a word"},
+        )
 
     def run(self) -> None:
         """All points that are left, until done, stopped, or `max_failures` identical crashes in a row."""

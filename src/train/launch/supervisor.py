@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Optional
 
@@ -113,7 +113,9 @@ class Supervisor:
                     continue
                 rank = self.pids[e.pid]
                 self.watches[rank].look()
-                self.ends[rank] = RankEnd(rank, e.code, e.at, step=self.watches[rank].step, error=_record(scratch, rank))
+                self.ends[rank] = RankEnd(
+                    rank, e.code, e.at, step=self.watches[rank].step, error=_record(scratch, rank)
+                )
                 if e.code != 0:
                     failed_at = failed_at or time.monotonic()
             if self.stop.signum is not None:
@@ -148,7 +150,9 @@ class Supervisor:
             limit = max(self.cfg.launch.hang_seconds, 5 * slowest)
         if seconds <= limit:
             return None
-        return Verdict("timeout", f"rank {rank} gave no sign of life for {limit:.1f} s at step {w.step} ({w.phase})", rank)
+        return Verdict(
+            "timeout", f"rank {rank} gave no sign of life for {limit:.1f} s at step {w.step} ({w.phase})", rank
+        )
 
     def _stacks(self) -> None:
         """Every living rank writes its Python stack to its log (faulthandler), stopped ones too once they continue."""
@@ -179,7 +183,9 @@ class Supervisor:
                 summary[key] = [r[key] for r in results]
         failure = self.ends.get(verdict.rank) if verdict.rank is not None else None
         if verdict.status != "ok" and failure is not None:
-            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | (failure.error or {})
+            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | (
+                failure.error or {}
+            )
         return summary
 
     def _manifest(self, scratch: Path) -> None:
@@ -217,7 +223,7 @@ class Supervisor:
 
 def now() -> str:
     """The time of day, UTC, ISO 8601. For people: durations come from monotonic clocks."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def process_start(pid: int) -> Optional[int]:
@@ -233,7 +239,11 @@ def archive(folder: Path) -> int:
     """Move what an earlier attempt left to attempts/<n>/; the number of the attempt that starts now."""
     done = folder / "attempts"
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
-    old = [folder / n for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous") if (folder / n).exists()]
+    old = [
+        folder / n
+        for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous")
+        if (folder / n).exists()
+    ]
     if not old:
         return number
     target = done / str(number)

@@ -98,7 +98,14 @@ class Meter:
             loss, norm = before.host.tolist()
             self.slowest = max(self.slowest, seconds)
             self.waiting.append(
-                {"step": before.step, "seconds": seconds, "data": before.data_s, "peak": before.peak, "loss": loss, "norm": norm}
+                {
+                    "step": before.step,
+                    "seconds": seconds,
+                    "data": before.data_s,
+                    "peak": before.peak,
+                    "loss": loss,
+                    "norm": norm,
+                }
             )
         if self.waiting and (last or len(self.waiting) >= self.interval):
             self._flush()

@@ -5,7 +5,7 @@ the recomputation and leaves out what it doesn't need. Eager or compiled, a laye
 """
 
 from train import config
-from train.model.transformer import Transformer
+from train.model.transformer import Block, Transformer
 
 
 def apply(model: Transformer, cfg: config.Memory) -> None:
@@ -16,4 +16,5 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
     if cfg.recompute not in ("none", "full"):
         raise config.ConfigError("memory.recompute", cfg.recompute, "valid: none, full")
     for block in model.layers:
+        assert isinstance(block, Block)
         block.recompute = cfg.recompute == "full"

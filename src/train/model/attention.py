@@ -55,11 +55,11 @@ def _reason(
             attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), path).sum().backward()
             return None
         except RuntimeError as error:
-            said = [str(error), *(str(w.message) for w in caught)]
-    # drop the source position torch appends, and the lines on kernels other than this one
-    lines = [line.split(" (Triggered internally")[0].strip() for text in said for line in text.splitlines()[:1]]
-    reasons = [line for line in lines if line and not line.endswith(("not used because:", "been runtime disabled."))]
-    return " ".join(dict.fromkeys(reasons))
+            failure = str(error)
+    # first lines, without the source position torch appends; not those that only say which kernels were switched off
+    lines = [str(w.message).splitlines()[0].split(" (Triggered internally")[0] for w in caught]
+    reasons = [line for line in lines if not line.endswith(("not used because:", "been runtime disabled."))]
+    return " ".join(dict.fromkeys(reasons)) or failure.splitlines()[0]
 
 
 def order(device: torch.device) -> tuple[str, ...]:

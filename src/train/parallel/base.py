@@ -33,7 +33,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
-        """Master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank."""
+        """Copies of master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank. Collective."""
 
     def full_weights(self) -> dict[str, Tensor]:
         """Master weights by parameter name, gathered whole on every rank."""

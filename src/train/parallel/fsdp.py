@@ -91,7 +91,7 @@ class Fsdp(DataParallel):
         for (name, p), piece in zip(self._named, self._pieces, strict=True):
             local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor
             sharded = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-            whole[name] = sharded.full_tensor()
+            whole[name] = sharded.full_tensor().clone()  # on one rank it is the shard itself
         return whole
 
     def traffic(self) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def open_sweep(path: Path, points: list[Frozen], command: str, code: Optional[st
     before = (old.get("snapshot") or {}).get("hash")
     if before and before != digest and code != "new":
         raise ConfigError(
-            "name", path.name, f"was run with code {before[:8]}, src/train is now {digest[:8]}; continue with code=new or use another name"
+            "name",
+            path.name,
+            f"was run with code {before[:8]}, src/train is now {digest[:8]}; continue with code=new or use another name",
         )
     grid = {g["identity"]: g for g in old.get("grid", [])}
     for p in points:
@@ -120,7 +122,9 @@ def _check_frozen(folder: Path, point: Frozen) -> None:
     try:
         stored = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        raise ConfigError("config.yaml", file, "can't be read as YAML; delete the folder to run the point again") from None
+        raise ConfigError(
+            "config.yaml", file, "can't be read as YAML; delete the folder to run the point again"
+        ) from None
     wanted = yaml.safe_load(freeze.config_text(point.cfg))
     keys = freeze.training_config(point.cfg)
     for key, mine in _flat(wanted).items():
@@ -140,7 +144,9 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def write_status(folder: Path, identity: str, status: str, reason: str, summary: Optional[dict[str, Any]] = None) -> None:
+def write_status(
+    folder: Path, identity: str, status: str, reason: str, summary: Optional[dict[str, Any]] = None
+) -> None:
     """status.json of a point that is decided without running."""
     freeze.write_json(
         folder / "status.json",
@@ -161,14 +167,17 @@ def status_of(folder: Path, identity: str) -> dict[str, Any]:
     if data is None or data.get("schema") != freeze.SCHEMA or data.get("identity") != identity or "status" not in data:
         aside = path.with_name(f"status.damaged-{os.getpid()}-{len(list(folder.glob('status.damaged-*')))}")
         path.rename(aside)
-        print(f"{folder.name}: status.json is not one of this point; moved to {aside.name}, the point runs again", flush=True)
+        print(
+            f"{folder.name}: status.json is not one of this point; moved to {aside.name}, the point runs again",
+            flush=True,
+        )
         return none
     return data
 
 
 def failed_attempts(folder: Path, current: dict[str, Any]) -> int:
     """How many attempts at the point crashed or timed out, over all commands."""
-    count = current.get("status") in ("crashed", "timeout")
+    count = int(current.get("status") in ("crashed", "timeout"))
     for old in folder.glob("attempts/*/status.json"):
         count += (read_json(old) or {}).get("status") in ("crashed", "timeout")
-    return int(count)
+    return count

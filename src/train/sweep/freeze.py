@@ -52,7 +52,10 @@ def identity(cfg: Train) -> str:
 
 def slug(swept: list[str], cfg: Train) -> str:
     """Readable part of a folder's name, from the overrides that differ within the grid."""
-    parts = [f"{k.split('.')[-1]}-{v}" if k not in ("reduction", "model", "memory", "compile", "nccl") else v for k, _, v in (s.partition("=") for s in swept)]
+    parts = [
+        f"{k.split('.')[-1]}-{v}" if k not in ("reduction", "model", "memory", "compile", "nccl") else v
+        for k, _, v in (s.partition("=") for s in swept)
+    ]
     if cfg.repeats > 1:
         parts.append(f"r{cfg.repeat}")
     text = re.sub(r"[^A-Za-z0-9.-]+", "-", "_".join(parts) or f"{cfg.model.name}-{cfg.reduction.name}").strip("-.")

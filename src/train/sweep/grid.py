@@ -15,7 +15,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from train.config import ConfigError
 
@@ -30,8 +30,8 @@ class Point:
 
 def as_text(value: object) -> str:
     """A grid's value as command-line text: [4, 8] and "4,8" are the same sweep."""
-    if isinstance(value, (list, tuple)) or OmegaConf.is_list(value):
-        return ",".join(as_text(v) for v in value)  # type: ignore[union-attr]
+    if isinstance(value, (list, tuple, ListConfig)):
+        return ",".join(as_text(v) for v in value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -60,7 +60,9 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
             if bare in NOT_SWEPT or bare.startswith("launch."):
                 raise ConfigError(bare, o.get_value_element_as_str(), "belongs to the whole sweep and can't be swept")
             if not o.is_discrete_sweep():
-                raise ConfigError(bare, o.get_value_element_as_str(), "must list its values: a,b,c, range(…) or glob(…)")
+                raise ConfigError(
+                    bare, o.get_value_element_as_str(), "must list its values: a,b,c, range(…) or glob(…)"
+                )
             choices.append([f"{key}={v}" for v in o.sweep_string_iterator()])
             swept.append(True)
         for combo in itertools.product(*choices):
@@ -85,7 +87,8 @@ class Composer:
 
     def compose(self, overrides: list[str]) -> dict[str, Any]:
         """Raises what Hydra and OmegaConf raise for wrong keys, options and types."""
-        groups, values = [], []
+        groups: list[Override] = []
+        values: list[Override] = []
         for line in overrides:
             o = self._parse(line)
             (groups if self._is_group(o.key_or_group) else values).append(o)
@@ -96,5 +99,5 @@ class Composer:
                 del cfg["hydra"]
             self.bases[key] = cfg
         cfg = copy.deepcopy(self.bases[key])
-        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)  # type: ignore[attr-defined]  # Hydra's own rules for +, ++ and ~
+        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)  # Hydra's own rules for +, ++ and ~
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]

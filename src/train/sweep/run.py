@@ -1,11 +1,11 @@
 """One command: grid → frozen points → executor → table. Everything is checked before anything is written."""
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
@@ -95,7 +95,10 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
         return 2
     if cfg.plan:
         for p in frozen:
-            say(f"{'invalid' if p.invalid else 'pending'}  {p.folder}  {' '.join(p.overrides)}" + (f"  ({p.invalid})" if p.invalid else ""))
+            say(
+                f"{'invalid' if p.invalid else 'pending'}  {p.folder}  {' '.join(p.overrides)}"
+                + (f"  ({p.invalid})" if p.invalid else "")
+            )
         return 0
     path = folder.choose(cfg)
     command = shlex.join(["python", "-m", "train", *_user_arguments()])

@@ -11,7 +11,11 @@ from train.sweep.store import PACKAGE
 
 def files() -> list[Path]:
     """The package's own files, sorted."""
-    return sorted(p for p in PACKAGE.rglob("*") if p.is_file() and p.suffix in (".py", ".json", ".j2") and "__pycache__" not in p.parts)
+    return sorted(
+        p
+        for p in PACKAGE.rglob("*")
+        if p.is_file() and p.suffix in (".py", ".json", ".j2") and "__pycache__" not in p.parts
+    )
 
 
 def code_hash() -> str:
@@ -40,7 +44,9 @@ def commit() -> tuple[str, str]:
     """(commit, 12 hex digits of the uncommitted changes' hash or "") of the checkout; empty strings outside git."""
 
     def git(*args: str) -> str:
-        done = subprocess.run(["git", "-C", str(PACKAGE), *args], capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(PACKAGE), *args], capture_output=True, text=True, timeout=20, check=True
+        )
         return done.stdout
 
     try:

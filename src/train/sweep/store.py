@@ -1,6 +1,7 @@
 """What Hydra's ConfigStore must know: the typed schema, our sweeper, the named grids of sweeps/ and the help text."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -24,7 +25,7 @@ def conf_dir() -> Path:
 def register(cs: ConfigStore) -> None:
     """Fill the ConfigStore. The project root is never on Hydra's search path, so sweeps/ is stored file by file."""
     cs.store(group="schema", name="train", node=Train, package="_global_")
-    sweeper = {"_target_": "hydra_plugins.mfu_sweep.MfuSweeper", "params": None, "grids": []}
+    sweeper: dict[str, Any] = {"_target_": "hydra_plugins.mfu_sweep.MfuSweeper", "params": None, "grids": []}
     cs.store(group="hydra/sweeper", name="mfu", node=sweeper, provider="mfu-sweep")
     for path in sorted(data_dir("sweeps").glob("*.yaml")):
         node = yaml.safe_load(path.read_text(encoding="utf-8"))

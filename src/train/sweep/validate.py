@@ -95,11 +95,22 @@ def values(cfg: Train) -> None:
 
 
 def _range(low: float, high: float) -> str:
-    return f"between {low:g} and {high:g}" if max(abs(low), abs(high)) < 2**20 else f"at least {low:g} (and at most {high:g})"
+    return (
+        f"between {low:g} and {high:g}"
+        if max(abs(low), abs(high)) < 2**20
+        else f"at least {low:g} (and at most {high:g})"
+    )
 
 
 def _check_name(name: str) -> None:
-    if not name or name in (".", "..") or "/" in name or "\0" in name or name.startswith(".") or len(name.encode()) > 200:
+    if (
+        not name
+        or name in (".", "..")
+        or "/" in name
+        or "\0" in name
+        or name.startswith(".")
+        or len(name.encode()) > 200
+    ):
         raise ConfigError("name", name, "must be a folder name: no /, no leading dot, at most 200 bytes")
 
 
@@ -119,7 +130,9 @@ def batch(cfg: Train, data_ranks: int) -> tuple[int, int]:
         )
     accum = cfg.global_batch // unit
     if cfg.grad_accum not in (None, accum):
-        raise ConfigError("grad_accum", cfg.grad_accum, f"with global_batch={cfg.global_batch} it is {accum}; give one of them")
+        raise ConfigError(
+            "grad_accum", cfg.grad_accum, f"with global_batch={cfg.global_batch} it is {accum}; give one of them"
+        )
     return accum, cfg.global_batch
 
 
@@ -141,7 +154,9 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             ("reshard_after_forward", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
-                raise ConfigError(f"reduction.{key}", getattr(cfg.reduction, key), f"goes with reduction={'|'.join(users)} only")
+                raise ConfigError(
+                    f"reduction.{key}", getattr(cfg.reduction, key), f"goes with reduction={'|'.join(users)} only"
+                )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         degrees = mesh.resolve(cfg, nproc)

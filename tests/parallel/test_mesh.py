@@ -1,0 +1,75 @@
+"""Degrees: what is left of nproc, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train import config
+from train.parallel import mesh
+
+
+def resolve(reduction: str, nproc: int, replicate: int = -1, shard: int = -1) -> tuple[int, int]:
+    cfg = config.Train(
+        parallelism=config.Parallelism("test", replicate, shard), reduction=config.Reduction(reduction)
+    )
+    return tuple(mesh.resolve(cfg, nproc).values())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "degrees", "expected"),
+    [
+        ("ddp", (-1, -1), (8, 1)),
+        ("ddp", (8, 1), (8, 1)),
+        ("zero2", (-1, -1), (1, 8)),
+        ("zero2o", (1, 8), (1, 8)),
+        ("fsdp", (-1, -1), (1, 8)),
+        ("fsdp", (2, -1), (2, 4)),
+        ("fsdp", (-1, 2), (4, 2)),
+        ("fsdp", (8, 1), (8, 1)),
+    ],
+)
+def test_degrees(reduction: str, degrees: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert resolve(reduction, 8, *degrees) == expected
+
+
+@pytest.mark.parametrize(
+    ("reduction", "degrees", "message"),
+    [
+        ("ddp", (-1, 2), "parallelism.dp_shard=2: reduction=ddp shards nothing; it must be 1 or -1"),
+        ("ddp", (4, -1), "parallelism.dp_replicate=4: dp_replicate 4 must multiply to nproc=8"),
+        ("zero2o", (2, -1), "parallelism.dp_replicate=2: reduction=zero2o keeps one copy; it must be 1 or -1"),
+        ("zero2", (-1, 3), "parallelism.dp_shard=3: dp_shard 3 must multiply to nproc=8"),
+        ("fsdp", (3, -1), "parallelism.dp_replicate=3: dp_replicate 3 must multiply to nproc=8"),
+        ("fsdp", (-1, 16), "parallelism.dp_shard=16: dp_shard 16 must multiply to nproc=8"),
+        ("fsdp", (2, 2), "parallelism.dp_replicate=2: dp_replicate 2 x dp_shard 2 must multiply to nproc=8"),
+        ("fsdp", (0, -1), "parallelism.dp_replicate=0: must be a degree of at least 1, or -1 for what is left of nproc"),
+    ],
+)
+def test_refused(reduction: str, degrees: tuple[int, int], message: str) -> None:
+    with pytest.raises(config.ConfigError) as e:
+        resolve(reduction, 8, *degrees)
+    assert str(e.value) == message
+
+
+@given(
+    st.sampled_from(["ddp", "zero2", "zero2o", "zero2rs", "fsdp"]),
+    st.integers(1, 64),
+    st.integers(-2, 70),
+    st.integers(-2, 70),
+)
+def test_what_is_not_refused_multiplies_to_nproc(reduction: str, nproc: int, replicate: int, shard: int) -> None:
+    try:
+        got = resolve(reduction, nproc, replicate, shard)
+    except config.ConfigError:
+        return
+    assert got[0] * got[1] == nproc
+    assert replicate in (-1, got[0])
+    assert shard in (-1, got[1])
+
+
+def test_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; import train.parallel.mesh; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
