@@ -132,7 +132,7 @@ number = st.one_of(
 keys = st.sampled_from(["time/step", "loss", "grad_norm", "gpu/throttle", "e-x", "e", "k1", "ü", 'a"b', "a,b", "1.5", "Ex"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     shared=st.lists(keys, unique=True, max_size=4),
     data=st.data(),
@@ -154,7 +154,7 @@ def test_fast_readers_agree_with_the_careful_one(shared, data, count, separators
         assert np.array_equal(fast.columns[name], careful.columns[name], equal_nan=True), name
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(GOOD), st.binary(max_size=30), st.sampled_from([v[0] for v in DAMAGE.values()]))))
 def test_never_raises_and_agrees_on_any_bytes(pieces):
     text = b"\n".join(pieces)

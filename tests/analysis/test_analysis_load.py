@@ -32,7 +32,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=6), trees, max_size=5), st.booleans(), st.sampled_from([20, 80]))
 def test_any_yaml_by_blocks_equals_the_whole(tmp_path_factory, config, unicode, width):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -193,7 +193,8 @@ def test_imported_rows_stand_beside_ours_but_are_not_ranked_with_them(tmp_path):
     rows = rank(load([ours, other])).rows
     assert list(rows.groupby("group").size()) == [2, 2]
     peer = rows[rows["cfg:name"] == "peer a"].iloc[0]
-    assert (peer["tokens_per_s"], peer["tokens_per_s_per_gpu"], peer["mfu"], peer["cfg:micro_batch"]) == (61_000, 30_500, 22.5, 4)
+    numbers = [peer[c] for c in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "cfg:micro_batch")]
+    assert numbers == pytest.approx([61_000, 30_500, 22.5, 4])
 
 
 def test_csv_of_steps(tmp_path):
