@@ -43,7 +43,7 @@ def parse(args: list[str]) -> argparse.Namespace:
             arg.encode()
         except UnicodeEncodeError:
             shown = arg.encode(errors="surrogateescape").decode(errors="backslashreplace")
-            raise UsageError(f"{shown}: is not UTF-8 text") from None
+            raise UsageError(f"{shown}: is not text in this locale's encoding") from None
     parser = get_args_parser()
     parser.__class__, parser.allow_abbrev = _Parser, False
     try:
@@ -63,7 +63,9 @@ def _flag(message: str, parser: argparse.ArgumentParser) -> str:
         return message
     flags = [s for a in parser._actions for s in a.option_strings if s.startswith("--")]
     name = unknown[1].partition("=")[0]
-    return f"{unknown[1]}: is not a flag{nearest(name, flags)} (settings are key=value; flags: {', '.join(sorted(flags))})"
+    return (
+        f"{unknown[1]}: is not a flag{nearest(name, flags)} (settings are key=value; flags: {', '.join(sorted(flags))})"
+    )
 
 
 def prints_only(found: argparse.Namespace) -> bool:

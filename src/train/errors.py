@@ -36,8 +36,8 @@ def one_line(error: BaseException, args: list[str]) -> str:
     if isinstance(error, yaml.YAMLError):
         return _yaml(error)
     cause = error
-    while isinstance(cause, ConfigCompositionException) and cause.__cause__ is not None:
-        cause = cause.__cause__
+    while isinstance(cause, ConfigCompositionException) and (deeper := cause.__cause__ or cause.__context__):
+        cause = deeper
     if isinstance(cause, MissingConfigException):
         return _missing(cause)
     if isinstance(cause, yaml.YAMLError):
@@ -61,6 +61,8 @@ def _value(cause: OmegaConfBaseException, text: str, args: list[str], where: str
     if not value and (shown := re.search(r"Value '(.*?)'", text, re.DOTALL)):
         value = shown[1]
     said = _flat(f"{where}{key}={value}" if value or not where else f"{where}{key}")
+    if where and not key:
+        return f"{where}{_flat(str(cause).splitlines()[0])}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{where}{key}: has no value; must be {_valid(key)}"
     if isinstance(cause, (InterpolationResolutionError, GrammarParseError, UnsupportedInterpolationType)):
@@ -126,7 +128,7 @@ def _missing(error: MissingConfigException) -> str:
     if not group:
         return _flat(str(error))[:300]
     if not options:
-        return f"{group}={option}: there is no group {group}{nearest(group, [*names.hints(), *RUN_GROUPS])}"
+        return f"{missing}.yaml: is not in any configuration folder"
     return f"{group}={option}: is not an option{nearest(option, options)} (valid: {', '.join(options)})"
 
 
@@ -150,7 +152,7 @@ def _grammar(error: OverrideParseException) -> str:
     bare = key.lstrip("+~")
     hint = names.hints().get(bare)
     if names.plain(hint) in (int, float, bool):
-            return _flat(f"{line}: must be {accepts(bare)}")
+        return _flat(f"{line}: must be {accepts(bare)}")
     try:  # would it parse when quoted?
         _parser().parse_overrides([f"{key}='{value}'"])
         return _flat(f"{line}: has characters that need quotes: \"{key}='{value}'\"")

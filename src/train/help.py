@@ -13,21 +13,21 @@ from train.sweep.store import conf_dir, data_dir
 
 WIDTH = 100
 EXAMPLES = """\
-  python -m train                                                     one small model on real text, in seconds
-  python -m train reduction=zero2o,zero2 micro_batch=4,8,12 plan=true  what a grid would run; writes nothing
-  python -m train reduction=zero2o,zero2 micro_batch=4,8,12 name=one   run it; the same command goes on with it
-  python -m train model=dense_1b data=fake seq_len=2048 micro_batch=16 compile=layer    throughput on a GPU
-  python -m train data.path=my-texts/ env.NCCL_ALGO=Ring,Tree repeats=3   own text, a swept variable, 3 runs each"""
+  python -m train                                                       # a small model, in seconds
+  python -m train reduction=zero2o,zero2 micro_batch=4,8,12 plan=true   # list a grid, write nothing
+  python -m train reduction=zero2o,zero2 micro_batch=4,8,12 name=one    # run it, or go on with it
+  python -m train recipe=dense_1b_h200 micro_batch=8,16,24 repeats=3    # a recipe, three runs each
+  python -m train data.path=my-texts/ env.OMP_NUM_THREADS=1,2           # own text, swept variable"""
 #: two columns: what is trained, how the sweep is run
 KEYS = (
-    ("micro_batch", "rows a rank takes per forward", "name", "folder under out; the same name goes on"),
+    ("micro_batch", "rows a rank takes per forward", "name", "folder under out; again: go on"),
     ("grad_accum", "micro-batches a step", "out", "where sweeps go (outputs)"),
     ("global_batch", "rows a step; derives grad_accum", "plan", "true: list the points, write nothing"),
     ("seq_len", "tokens a row", "repeats", "runs of every point, shuffled"),
     ("steps", "optimizer steps a point", "timeout", "seconds that a point may take"),
-    ("seed", "of weights and row order", "retries", "of crashes and timeouts, over all commands"),
-    ("device", "auto, cuda or cpu", "prune", "skip what an out-of-memory point implies"),
-    ("nproc", "ranks; all GPUs, 2 on a CPU", "max_failures", "equal crashes in a row that end it"),
+    ("seed", "of weights and row order", "retries", "of crashes and timeouts"),
+    ("device", "auto, cuda or cpu", "prune", "skip larger points after an oom"),
+    ("nproc", "ranks; all GPUs, 2 on a CPU", "max_failures", "equal crashes in a row: stop"),
     ("env.NAME", "environment of the ranks", "code", "new: go on though src/train changed"),
     ("profile", "true: a trace of two late steps", "", ""),
 )
@@ -71,7 +71,7 @@ def body(folders: list[Path]) -> str:
     found, chosen = groups(folders), defaults()
     order = [g for g in chosen if g in found] + sorted(g for g in found if g not in chosen)
     name_width = max(len(g) for g in order)
-    lines = ["Which configuration trains this model fastest here? Every combination of the given values is trained.", ""]
+    lines = ["Which configuration trains a model fastest here? Every combination of the values is trained.", ""]
     lines += ["python -m train [-m] GROUP=OPTION[,OPTION…] KEY=VALUE[,VALUE…] …", ""]
     lines += ["Groups (* default; GROUP.KEY=VALUE changes a value inside, `--cfg job` shows all of them)"]
     for group in order:
@@ -95,7 +95,7 @@ def shortened(text: str, width: int) -> str:
     for cut in range(width, width // 2, -1):
         if text[cut] in ";:,(":
             return text[:cut].rstrip()
-    return textwrap.shorten(text, width, placeholder=" …")
+    return textwrap.shorten(text, width - 1, placeholder=" …")
 
 
 def template(config_dir: Optional[str]) -> str:
