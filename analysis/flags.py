@@ -18,6 +18,7 @@ MEANING = {
     "outliers": "more than one steady step in twenty took over 1.5 times the median",
     "data-bound": "waiting for data took more than 5 % of the step",
     "host": "the host was short of CPU or swapping during the run",
+    "profiled": "a profiler recorded two late steps, which slows them; for the trace, not for the ranking",
     "measured-peak": "no vendor figure for this device: MFU is relative to a measured matmul peak",
     "memory-tight": "peak memory is above 95 % of the capacity",
     "damaged-lines": "lines of metrics.jsonl were unreadable and left out",
@@ -47,7 +48,8 @@ def flags(
         "outliers": float(np.mean(seconds > 1.5 * np.median(seconds))) > 0.05,
         "data-bound": row["data_s"] > 0.05 * row["step_s"],
         "host": bool(dig(telemetry, "host_pressure")),
-        "measured-peak": dig(summary, "peak", "kind") == "measured",
+        "profiled": "a profiler recorded two late steps, which slows them; for the trace, not for the ranking",
+    "measured-peak": dig(summary, "peak", "kind") == "measured",
         "memory-tight": row["peak_mem_gib"] > 0.95 * row["capacity_gib"],
         "damaged-lines": row["damaged_lines"] > 0,
     }

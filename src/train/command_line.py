@@ -4,8 +4,8 @@
 """
 
 import argparse
-import os
 import re
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -52,7 +52,7 @@ def parse(args: list[str]) -> argparse.Namespace:
         raise UsageError(_flag(str(e), parser)) from None
     if found.experimental_rerun is not None:
         raise UsageError("--experimental-rerun: points are run again by name=SWEEP")
-    if found.config_dir is not None and not os.path.isdir(found.config_dir):
+    if found.config_dir is not None and not Path(found.config_dir).is_dir():
         raise UsageError(f"--config-dir={found.config_dir}: is not a folder")
     return found
 
@@ -115,7 +115,7 @@ def literal(override: str) -> str:
         return override
     if bare in LITERAL:
         return override if value in ("null", "") else f"{key}={quoted(value)}"
-    if bare in PATHS and (os.path.exists(os.path.expanduser(value)) or not _parses(override)):
+    if bare in PATHS and (Path(value).expanduser().exists() or not _parses(override)):
         return f"{key}={quoted(value)}"
     if bare.startswith(("env.", "nccl.env.")):
         parts = value.split(",")

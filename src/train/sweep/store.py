@@ -23,7 +23,10 @@ def conf_dir() -> Path:
 
 
 def register(cs: ConfigStore, help_template: str) -> None:
-    """Fill the ConfigStore; `help_template` is what `--help` prints. The project root is never on Hydra's search path, so sweeps/ is stored file by file."""
+    """Fill the ConfigStore; `help_template` is what `--help` prints.
+
+    The project root is never on Hydra's search path, so sweeps/ is stored file by file.
+    """
     cs.store(group="schema", name="train", node=Train, package="_global_")
     sweeper: dict[str, Any] = {"_target_": "hydra_plugins.mfu_sweep.MfuSweeper", "params": None, "grids": []}
     cs.store(group="hydra/sweeper", name="mfu", node=sweeper, provider="mfu-sweep")

@@ -8,7 +8,8 @@ import itertools
 import math
 import os
 import re
-from functools import lru_cache
+from functools import cache
+from pathlib import Path
 from typing import Optional
 
 from train import names
@@ -106,7 +107,7 @@ def values(cfg: Train) -> None:
     _readable(cfg.data.path, cfg.data.tokenizer)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _readable(path: Optional[str], tokenizer: Optional[str]) -> None:
     """Raises ConfigError for a text or tokenizer that can't be read; once for all points that share it."""
     if path == "":
@@ -156,7 +157,7 @@ def visible_gpus(seen: int) -> None:
 def gpus_of_driver() -> int:
     """How many GPUs NVIDIA's kernel driver has, visible to this process or not."""
     try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
     except OSError:
         return 0
 
