@@ -1,6 +1,7 @@
 """An installed wheel in an empty folder: conf/ and sweeps/ are inside, own options are added, own train.py is left alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +19,8 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with the wheel alone; its dependencies are those of the interpreter that runs the tests."""
     at = tmp_path_factory.mktemp("a wheel")
     source = at / "source"
-    subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(source)], check=True)
+    left_out = shutil.ignore_patterns(".venv", ".git", "outputs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".whl*")
+    shutil.copytree(ROOT, source, ignore=left_out)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(at), str(source)]
     subprocess.run(build, check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(at / "venv")], check=True)
