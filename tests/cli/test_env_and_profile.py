@@ -33,5 +33,6 @@ def test_profile_leaves_a_trace_a_rank_and_a_flag(tmp_path: Path) -> None:
         assert any("aten::" in str(e.get("name")) for e in events)
     assert status(by[True])["summary"]["profiled_steps"] == [4, 5]
     assert not (by[False] / "traces").exists() and status(by[False])["summary"]["profiled_steps"] == []
-    rows = [line for line in done.out.splitlines() if "profiled" in line]
-    assert len(rows) == 1 and "profile" in done.out
+    table = done.out.split("rank  ")[1].split("\n\n")[0].splitlines()
+    assert [("profiled" in line) for line in table if " True " in line] == [True], done.out
+    assert [("profiled" in line) for line in table if " False " in line] == [False], done.out

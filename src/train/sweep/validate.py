@@ -210,7 +210,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("model.vocab", m.vocab, f"must be at least {need}, the ids that the text uses")
         for key, users in (
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
-            ("accumulate", ("zero2", "zero2o", "zero2rs")),
+            ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
             ("reshard_after_forward", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
