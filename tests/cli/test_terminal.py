@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import left_behind, run
 from tests.helpers import TINY, environment, points, status
 
@@ -61,16 +63,10 @@ def test_live_progress_then_the_table(tmp_path: Path) -> None:
     assert re.search(r"time: [\d.]+ s = start [\d.]+ s, build [\d.]+ s, compile [\d.]+ s, train [\d.]+ s, rest", text)
 
 
+@pytest.mark.slow
 def test_no_color_means_plain_lines(tmp_path: Path) -> None:
     code, shown = on_terminal([*SMALL, "steps=3", "name=x"], tmp_path, NO_COLOR="1")
     assert code == 0 and "\x1b[" not in shown, shown
-
-
-def test_plain_lines_in_a_pipe(tmp_path: Path) -> None:
-    done = run([*SMALL, "steps=3", "name=x"], tmp_path)
-    assert done.code == 0 and "\x1b" not in done.out and done.err == "", done.err
-    assert "x: 1 points" in done.out or "x: 1 point" in done.out
-    assert "[1/1]" in done.out and "1 ok" in done.out
 
 
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:

@@ -19,9 +19,22 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with the wheel alone; its dependencies are those of the interpreter that runs the tests."""
     at = tmp_path_factory.mktemp("a wheel")
     source = at / "source"
-    left_out = shutil.ignore_patterns(".venv", ".git", "outputs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".whl*")
+    left_out = shutil.ignore_patterns(
+        ".venv", ".git", "outputs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".whl*"
+    )
     shutil.copytree(ROOT, source, ignore=left_out)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(at), str(source)]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(at),
+        str(source),
+    ]
     subprocess.run(build, check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(at / "venv")], check=True)
     python = at / "venv" / "bin" / "python"
@@ -60,7 +73,9 @@ def test_the_same_commands_work_in_an_empty_folder(venv: Path, tmp_path: Path) -
 def test_own_option_from_own_folder(venv: Path, tmp_path: Path) -> None:
     model = tmp_path / "my conf" / "model" / "mine.yaml"
     model.parent.mkdir(parents=True)
-    sizes = "\n".join(f"{key}: {value}" for key, _, value in (t.removeprefix("model.").partition("=") for t in TINY[:-1]))
+    sizes = "\n".join(
+        f"{key}: {value}" for key, _, value in (t.removeprefix("model.").partition("=") for t in TINY[:-1])
+    )
     model.write_text(f"# mine, two layers\nname: mine\nvocab: 512\n{sizes}\n")
     args = ["--config-dir", "my conf", "model=mine", "seq_len=32", "steps=3", "name=x"]
     done = run(venv, "python", "-m", "train", *args, cwd=tmp_path)

@@ -98,7 +98,7 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
         for p in frozen:
             status = f"invalid  {p.folder}  ({p.invalid})" if p.invalid else f"pending  {p.folder}"
             say(f"{status}  {' '.join(p.overrides)}")
-        say(f"{len(frozen)} points; nothing was written")
+        say(f"{len(frozen)} point{'s' * (len(frozen) != 1)}; nothing was written")
     if all(p.invalid for p in frozen):
         reasons = Counter(p.invalid for p in frozen)
         lines = [f"{reason} ({n} points)" if n > 1 else str(reason) for reason, n in reasons.items()]
