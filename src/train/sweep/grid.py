@@ -36,7 +36,9 @@ def as_text(value: object) -> str:
 
 
 #: run-level keys: one value for the whole sweep
-NOT_SWEPT = ("launch", "name", "out", "plan", "repeats", "retries", "prune", "max_failures", "code", "recipe", "sweeps")
+NOT_SWEPT = (
+    "launch", "name", "out", "plan", "repeats", "budget", "retries", "prune", "max_failures", "code", "recipe", "sweeps",
+)  # fmt: skip
 
 
 def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[str]) -> Iterator[Point]:
@@ -57,7 +59,7 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
                 swept.append(False)
                 continue
             bare = key.lstrip("+~")
-            if bare in NOT_SWEPT or bare.startswith("launch."):
+            if bare in NOT_SWEPT or bare.startswith(("launch.", "budget.")):
                 raise ConfigError(bare, o.get_value_element_as_str(), "belongs to the whole sweep and can't be swept")
             if not o.is_discrete_sweep():
                 raise ConfigError(
