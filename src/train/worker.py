@@ -207,7 +207,9 @@ class Rank:
             write(self.scratch / "manifest.json", manifest.collect(self.device))
         rendezvous.gloo_interface()
         if self.world > 1:
-            rendezvous.join(self.folder, self.rank, self.world, self.device, self.cfg.launch.first_step_timeout)
+            # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
+            limit = self.cfg.launch.first_step_timeout + 60
+            rendezvous.join(self.folder, self.rank, self.world, self.device, limit)
         self.mark("start")
         self.build()
         meter = self.make_meter()

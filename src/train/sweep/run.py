@@ -77,7 +77,8 @@ def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]],
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(checked) * run_cfg.repeats > 1
-    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    compiles = any(c.compile.name != "none" for _, c in checked)
+    warm = starters.Warm(PACKAGE.parent, compiles) if run_cfg.launch.warm and several and not run_cfg.plan else None
     try:
         host = probe_host(warm)
         frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
