@@ -3,6 +3,7 @@
 import base64
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from typing import Any
 
@@ -86,7 +87,7 @@ class Content:
     command: str = ""
     reference_header: list[str] = field(default_factory=published.header)
 
-    @property
+    @cached_property
     def numeric(self) -> list[bool]:
         """Which columns of the table are numbers throughout."""
         return [all(is_number(cells[i]) for cells, _, _ in self.rows) for i in range(len(self.header))]
