@@ -40,8 +40,8 @@ class DataParallel(ABC):
         return self.full("weight")
 
     @abstractmethod
-    def _owners(self) -> list[AdamW]:
-        """The optimizers of this rank's pieces, in a stable order."""
+    def owners(self) -> list[AdamW]:
+        """The optimizers of what this rank owns, in a stable order."""
 
     @abstractmethod
     def _publish(self) -> None:
@@ -52,7 +52,7 @@ class DataParallel(ABC):
 
         Names: "<parameter>.weight", "<parameter>.exp_avg", "<parameter>.exp_avg_sq", "<parameter>.step".
         """
-        for owner in self._owners():
+        for owner in self.owners():
             yield from owner.items()
 
     def state_dict(self) -> dict[str, Tensor]:

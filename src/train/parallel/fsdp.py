@@ -110,7 +110,7 @@ class Fsdp(DataParallel):
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [self._owner]
 
     def _publish(self) -> None:

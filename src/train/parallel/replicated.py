@@ -69,7 +69,7 @@ class Replicated(DataParallel):
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [u.owner for u in self._updates]
 
     def _publish(self) -> None:

@@ -148,7 +148,7 @@ class Zero2(DataParallel):
                 whole.update(bucket.gathered(shards))
         return whole
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [update.owner for update in self._updates]
 
     @torch.no_grad()
