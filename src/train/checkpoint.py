@@ -85,6 +85,8 @@ class Checkpoints:
 
     def restore(self) -> int:
         """Load the newest complete checkpoint, if any; the step to go on with. Collective."""
+        if self._cfg.checkpoint.every is None:
+            return 0
         newest: list[Any] = [next(iter(complete(self._folder)[::-1]), None) if self._rank == 0 else None]
         if self._world > 1:
             dist.broadcast_object_list(newest, 0, group=self._group)
@@ -92,14 +94,21 @@ class Checkpoints:
             return 0
         done, path = newest[0]
         random = self._random()
+        self._dp.settle()
         with torch.no_grad():
             dcp.load(self._state() | random, checkpoint_id=path, process_group=self._group, no_dist=self._world == 1)
-        self._dp.load_state_dict(self._dp.state_dict())  # what is there now; hands the weights to the model
+        self._dp.publish()
         torch.set_rng_state(random[f"rank{self._rank}/random/cpu"])
         if self._cuda:
             torch.cuda.set_rng_state(random[f"rank{self._rank}/random/cuda"])
         self.resumed_from = done
         return int(done)
+
+    def report(self) -> dict[str, Any] | None:
+        """The step that this attempt went on with, and the seconds spent on writing; None where no checkpoint is asked for."""
+        if self._cfg.checkpoint.every is None:
+            return None
+        return {"resumed_from": self.resumed_from, "seconds": self.seconds}
 
     def _barrier(self) -> None:
         if self._world > 1:

@@ -1,9 +1,9 @@
-"""deterministic=true: torch's deterministic kernels. Has a price, so it is on with replay=true or when asked for only."""
+"""deterministic=true: torch's deterministic kernels (and train.launch.environment sets cuBLAS's workspace).
+
+Has a price, so it is on with replay=true or when asked for only.
+"""
 
 import torch
-
-#: cuBLAS is reproducible with a workspace of its own alone; what torch.use_deterministic_algorithms asks for
-CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def enable(compiled: bool) -> None:

@@ -74,6 +74,7 @@ class Flips:
     def after(self, dp: DataParallel) -> None:
         """Spoil one weight in memory, between its update and the end of the step."""
         if self._strikes("bitflip_weight"):
+            dp.settle()
             items = [(n, t) for n, t in dp.shard_items() if n.endswith(".weight")]
             name, tensor = items[seeds.derive(self.seed, "fault") % len(items)]
             self._flip(tensor, name)

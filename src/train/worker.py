@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import data
+from train import checkpoint, data, determinism, faults, flips
 from train.config import ConfigError, Train, load
 from train.launch import process, rendezvous
 from train.launch.heartbeat import Heartbeat
@@ -26,6 +26,8 @@ from train.memory import recompute
 from train.model import attention
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
+from train.parallel.round import Islands, Round
+from train.replay import passes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -41,6 +43,10 @@ class Rank:
         self.heart = Heartbeat(scratch, self.rank)
         self.cfg: Train = load(folder / "config.yaml")
         self.seconds: dict[str, float] = {}
+        self.replay: passes.Replay | None = None
+        self.rounds: Round | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
+        self.flips: flips.Flips | None = None
 
     # ---- build -------------------------------------------------------------------------------------------------------
 
@@ -54,6 +60,8 @@ class Rank:
             torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         else:
             self.device = torch.device("cpu")
+        if self.cfg.deterministic:
+            determinism.enable(self.cfg.compile.name != "none")
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else manifest.cpu_name()
         if self.cfg.hardware.device not in (None, name):
             raise ConfigError("hardware", self.cfg.hardware.name, f"needs {self.cfg.hardware.device}, here is {name}")
@@ -76,12 +84,37 @@ class Rank:
         recompute.apply(model, cfg.memory)
         if cfg.compile.name == "layer":
             model.compile_layers()
-        self.dp = build(model, cfg, self.device, self.world, self.rank)
+        self._hook(model)
+        self._reduction(model)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
         if getattr(self.source, "repeated", False) and self.rank == 0:
             print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
+
+    def _hook(self, model: Transformer) -> None:
+        """What has to see gradients before the reduction takes them."""
+        fault = faults.parse(self.cfg.fault) if self.cfg.fault else None
+        if fault is not None and fault.kind in faults.FLIPS:
+            self.flips = flips.Flips(fault, self.rank, self.cfg.seed)
+            self.flips.hook(model)
+            self.flips.wire()
+            self.flips.armed = not self.cfg.replay
+        if self.cfg.replay:
+            self.replay = passes.Replay(model, self.device)
+
+    def _reduction(self, model: Transformer) -> None:
+        """Over all ranks, or with rounds over those of an island."""
+        cfg = self.cfg
+        if cfg.round.name == "none":
+            self.dp = build(model, cfg, self.device, self.world, self.rank)
+        else:
+            islands = Islands.of(cfg, self.rank)
+            inner = islands.inner_config(cfg)
+            self.dp = build(model, inner, self.device, islands.size, self.rank % islands.size, islands.inner)
+            self.rounds = Round(cfg.round, self.dp, islands, self.device)
+        if self.replay is not None:
+            self.replay.attach(self.dp)
 
     def make_meter(self) -> Meter:
         """FLOPs, peak and the host-side group that step times travel over."""
@@ -89,10 +122,10 @@ class Rank:
         assert cfg.global_batch is not None
         self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute)
         self.peak = self._peak()
-        host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
+        self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
-            flops_per_token=self.flops, peak_flops=self.peak["flops"], group=host_group,
+            flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
         )  # fmt: skip
 
@@ -145,6 +178,8 @@ class Rank:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
         accum = self.cfg.grad_accum
         assert accum is not None
+        if self.flips is not None:
+            self.flips.start(step)
         total: torch.Tensor | None = None
         data_s = 0.0
         for index in range(accum):
@@ -159,18 +194,51 @@ class Rank:
         assert total is not None
         return total, self.dp.step(self.lr(step)), data_s
 
+    def after_step(self, step: int, meter: Meter | None = None) -> None:
+        """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
+        named = (("round", self.rounds), ("replay", self.replay), ("checkpoint", self.checkpoints))
+        due = [(phase, it) for phase, it in named if it is not None and it.due(step)]
+        if self.flips is not None:
+            self.flips.after(self.dp)
+        if due and meter is not None:
+            meter.pause()
+        for phase, it in due:
+            self.heart.beat(phase)
+            it.after(step)
+
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
-        for step in range(self.cfg.steps):
+        self.checkpoints = checkpoint.Checkpoints(
+            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
+        )
+        first = self.checkpoints.restore()
+        for step in range(first, self.cfg.steps):
             before = meter.start(step)
             loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
+            self.after_step(step, meter)
             meter.finish(before, last=False)
-            self.heart.beat("train", step, meter.slowest if step > 1 else 0.0)
-            if step == 0:
+            self.heart.beat("train", step, meter.slowest if step > first + 1 else 0.0)
+            if step == first:
                 self.mark("compile")
         meter.finish(meter.start(self.cfg.steps), last=True)
         self.mark("train")
+
+    def again(self, name: str) -> None:
+        """A pass for replay: the same steps from the start, hashed and not measured."""
+        assert self.replay is not None
+        if name == "second":
+            self.replay.end("first", self.scratch, self.rank, self.world, self.host_group)
+            self.replay.rewind()
+            if self.rounds is not None:
+                self.rounds.restart()
+        if self.flips is not None:
+            self.flips.armed = name == "second"
+        for step in range(self.cfg.steps):
+            self.train_step(step)
+            self.after_step(step)
+            self.heart.beat("replay", step)
+        self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
 
     # ---- tell --------------------------------------------------------------------------------------------------------
 
@@ -195,30 +263,49 @@ class Rank:
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "traffic": self.dp.traffic(),
+            "deterministic": cfg.deterministic,
+            "round": self.rounds.report() if self.rounds else None,
+            "checkpoint": self.checkpoints.report() if self.checkpoints else None,
         }
+
+    def tell(self, meter: Meter) -> None:
+        """The result of the measured pass, then the second one where it is asked for."""
+        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
+        if self.rank == 0:
+            result["summary"] = self.summary()
+        if self.replay is not None:
+            self.again("second")
+            self.mark("replay")
+        write(self.scratch / f"result-{self.rank}.json", result)
 
     def run(self) -> None:
         """The story of a rank."""
         self.set_device()
-        if self.local_rank == 0:
+        fresh = passes.current() == "fresh"
+        if self.local_rank == 0 and not fresh:
             write(self.scratch / "manifest.json", manifest.collect(self.device))
         rendezvous.gloo_interface()
         if self.world > 1:
-            rendezvous.join(self.folder, self.rank, self.world, self.device, self.cfg.launch.first_step_timeout)
+            limit, file = self.cfg.launch.first_step_timeout, "rendezvous-fresh" if fresh else "rendezvous"
+            rendezvous.join(self.folder, self.rank, self.world, self.device, limit, file)
         self.mark("start")
         self.build()
         meter = self.make_meter()
         self.mark("build")
-        self.train(meter)
-        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
-        if self.rank == 0:
-            result["summary"] = self.summary()
-        write(self.scratch / f"result-{self.rank}.json", result)
+        if fresh:
+            self.again("fresh")
+            if self.rank == 0:
+                passes.conclude(self.folder, self.scratch, write, time.monotonic() - self.born)
+        else:
+            self.train(meter)
+            self.tell(meter)
         self.heart.beat("end")
         self.dp.close()
         if self.world > 1:
             dist.barrier()  # a rank that leaves early looks like a failure to its peers
             dist.destroy_process_group()
+        if self.replay is not None and not fresh:
+            passes.become_fresh(self.folder, self.scratch)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -25,6 +25,8 @@ from train.sweep.freeze import SCHEMA, write_json
 GRACE_SECONDS = 0.5
 #: a rank that got the signal for its stack needs this long to write it
 STACK_SECONDS = 0.5
+#: phases of a rank between steps that may take long: the first steps' limit holds
+UNTIMED = ("replay", "checkpoint")
 
 
 @dataclass
@@ -144,7 +146,7 @@ class Supervisor:
         rank, seconds = max(quiet.items(), key=lambda item: item[1])
         w = self.watches[rank]
         slowest = max(w.slowest for w in self.watches.values())
-        if min(self.watches[r].step for r in quiet) < 2:
+        if min(self.watches[r].step for r in quiet) < 2 or w.phase in UNTIMED:
             limit = self.cfg.launch.first_step_timeout
         else:
             limit = max(self.cfg.launch.hang_seconds, 5 * slowest)
@@ -241,7 +243,7 @@ def archive(folder: Path) -> int:
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
     old = [
         folder / n
-        for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous")
+        for n in ("status.json", "metrics.jsonl", "manifest.json", "leaves.jsonl", "logs", "rendezvous", "rendezvous-fresh")
         if (folder / n).exists()
     ]
     if not old:

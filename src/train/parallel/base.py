@@ -44,8 +44,11 @@ class DataParallel(ABC):
         """The optimizers of what this rank owns, in a stable order."""
 
     @abstractmethod
-    def _publish(self) -> None:
-        """Make the model's weights follow the masters after these were loaded."""
+    def publish(self) -> None:
+        """Make the model's weights follow the masters after these were changed from outside. Collective."""
+
+    def settle(self) -> None:
+        """Wait for what the last step left under way: afterwards the masters may be changed."""
 
     def shard_items(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shard of master weights and optimizer state, live tensors, in a stable order.
@@ -64,11 +67,12 @@ class DataParallel(ABC):
         own = self.state_dict()
         if differ := sorted(set(own) ^ set(state)):
             raise ValueError(f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)")
+        self.settle()
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(f"checkpoint of another layout: {name} has shape {list(state[name].shape)}, not {list(tensor.shape)}")
             tensor.copy_(state[name])
-        self._publish()
+        self.publish()
 
     def traffic(self) -> dict[str, Any]:
         """See `Meter.report`."""

@@ -28,7 +28,9 @@ class Fsdp(DataParallel):
     dispatch for every parameter.
     """
 
-    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype, group: Any = None
+    ) -> None:
         self._optim, self._device, self._compute = cfg.optim, device, compute
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
@@ -37,7 +39,10 @@ class Fsdp(DataParallel):
         degrees = mesh.resolve(cfg, world)
         self._copies, self._shards = degrees["dp_replicate"], degrees["dp_shard"]
         names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
-        devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
+        if group is not None:  # some of the ranks
+            devices = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+        else:
+            devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
         self._group = devices.get_group("dp_shard")
         self._keep = cfg.reduction.reshard_after_forward is False  # gathered weights live until the step's last backward
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
@@ -113,7 +118,7 @@ class Fsdp(DataParallel):
     def owners(self) -> list[AdamW]:
         return [self._owner]
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """The masters are the weights that fully_shard gathers."""
 
     def close(self) -> None:

@@ -71,11 +71,12 @@ class Round:
 
     def after(self, _: int) -> None:
         """End the round: exchange, outer step, new weights to the model. Collective."""
+        self._dp.settle()
         self._wait()
         began = time.monotonic()
         self._payload_bytes = 0
         self._outer_step()
-        self._dp.load_state_dict(self._dp.state_dict())  # what is there now; hands the weights to the model
+        self._dp.publish()
         self._wait()
         self._seconds.append(time.monotonic() - began)
 

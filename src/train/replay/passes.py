@@ -56,11 +56,12 @@ class Replay:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Back to the start, in place."""
+        """Back to the start, in place. Collective."""
+        self._dp.settle()
         for name, tensor in self._dp.shard_items():
             start = self._start[name]
             tensor.zero_() if start is None else tensor.copy_(start)
-        self._dp.load_state_dict(self._dp.state_dict())  # what is there already; hands the weights to the model
+        self._dp.publish()
         host, cuda = self._random
         torch.set_rng_state(host)
         if cuda is not None:

@@ -7,6 +7,7 @@ that are each fine can't be combined: the point is `invalid`, the others run.
 import math
 from typing import Optional
 
+from train import faults
 from train.config import ConfigError, Train
 from train.data import corpus
 from train.errors import nearest
@@ -17,6 +18,7 @@ CHOICES = {
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
 }
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
@@ -52,6 +54,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
     "hardware.peak_tflops": (0.001, 1e6),
+    "round.inner_steps": (1, 10**7),
+    "round.topk": (1e-6, 1),
+    "round.outer_lr": (0, 1e3),
+    "round.outer_momentum": (0, 0.999999999),
+    "checkpoint.every": (1, 10**7),
+    "checkpoint.keep": (1, 10**6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
 }
@@ -85,6 +93,10 @@ def values(cfg: Train) -> None:
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
         raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
+    if cfg.round.bits not in (32, 8, 4):
+        raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
+    if cfg.fault is not None:
+        faults.parse(cfg.fault)
     for key in ("env", "nccl.env"):
         for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
             if "=" in name or "\0" in f"{name}{value}" or not name:
@@ -159,8 +171,28 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
+            raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
+        if cfg.replay and cfg.checkpoint.every is not None:
+            raise ConfigError("replay", True, "all passes start at step 0: leave checkpoint.every out")
+        if cfg.fault is not None:
+            _check_fault(cfg, nproc)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:
         return str(e)
     return None
+
+
+def _check_fault(cfg: Train, nproc: int) -> None:
+    """Raises ConfigError for a fault that can't strike in this point."""
+    assert cfg.fault is not None
+    fault = faults.parse(cfg.fault)
+    if fault.rank is not None and fault.rank >= nproc:
+        raise ConfigError("fault", cfg.fault, f"there is no rank {fault.rank} with nproc={nproc}")
+    if fault.step >= cfg.steps:
+        raise ConfigError("fault", cfg.fault, f"there is no step {fault.step} with steps={cfg.steps}")
+    if fault.kind == "bitflip_wire" and (cfg.reduction.name not in ("zero2", "zero2o") or nproc < 2):
+        raise ConfigError("fault", cfg.fault, "needs the all-to-all of reduction=zero2|zero2o on at least 2 ranks")
+    if fault.kind in ("bitflip_grad", "nondeterministic") and cfg.reduction.name == "fsdp":
+        raise ConfigError("fault", cfg.fault, "fsdp hides a rank's own gradients; use reduction=ddp|zero2|zero2o|zero2rs")
