@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, memory, peaks
 from train.measure.metrics import Meter, NonFinite
 from train.memory import recompute
-from train.model import attention
+from train.model import attention, qualified
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
 from train.parallel.round import Islands, Round
@@ -72,9 +73,7 @@ class Rank:
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
         found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self.attention = attention.select(cfg.attention.name, found, attention.order(self.device))
-        if self.rank == 0:
-            print(f"attention backend: {self.attention}", flush=True)
+        self._select_attention(found)
         self.heart.beat("build")
         with torch.device("meta"):
             model = Transformer(m, self.attention)
@@ -91,6 +90,23 @@ class Rank:
         if getattr(self.source, "repeated", False) and self.rank == 0:
             print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
+
+    def _select_attention(self, probed: Mapping[str, str | None]) -> None:
+        """With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
+        cfg, m, order = self.cfg, self.cfg.model, attention.order(self.device)
+        self.qualified: bool | None = None
+        if not cfg.replay:
+            self.attention = attention.select(cfg.attention.name, probed, order)
+        else:
+            files = qualified.load(qualified.shipped(), qualified.cache())
+            known = qualified.paths(
+                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                bool(cfg.deterministic),
+            )  # fmt: skip
+            self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
+        if self.rank == 0:
+            note = " (unqualified: no record shows it to be reproducible here)" if self.qualified is False else ""
+            print(f"attention backend: {self.attention}{note}", flush=True)
 
     def _hook(self, model: Transformer) -> None:
         """What has to see gradients before the reduction takes them."""
@@ -259,6 +275,7 @@ class Rank:
             "capacity_gib": memory.capacity(self.device),
             "precision": cfg.precision.name,
             "attention_backend": self.attention,
+            "attention_qualified": self.qualified,
             "params": flops.param_count(cfg.model),
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
@@ -299,12 +316,13 @@ class Rank:
         else:
             self.train(meter)
             self.tell(meter)
-        self.heart.beat("end")
+        again = self.replay is not None and not fresh
+        self.heart.beat("replay" if again else "end")
         self.dp.close()
         if self.world > 1:
             dist.barrier()  # a rank that leaves early looks like a failure to its peers
             dist.destroy_process_group()
-        if self.replay is not None and not fresh:
+        if again:
             passes.become_fresh(self.folder, self.scratch)
 
 

@@ -72,7 +72,7 @@ class Difference:
         if len(self.ranks) == self.world:
             return "all ranks: a nondeterministic kernel or setting"
         if len(self.ranks) == 1:
-            return f"one rank alone: suspect the device of rank {self.rank}"
+            return f"one rank alone: suspect the device or link of rank {self.rank}"
         return "some ranks: neither one device nor all of them"
 
 
