@@ -124,12 +124,20 @@ def file_name(content: dict[str, Any]) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "_" for c in text) + ".json"
 
 
+def _shape(text: str) -> tuple[int, int, int]:
+    heads, kv_heads, head_dim = map(int, text.split(","))
+    if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
+        raise ValueError
+    return heads, kv_heads, head_dim
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m train.qualify", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--length", type=int, help="tokens in a row; default: 2048 on a GPU, 256 on a CPU")
+    parser.add_argument("--length", type=int, help="tokens in a row; default: 2048 on a GPU, 128 on a CPU")
+    parser.add_argument("--shape", action="append", type=_shape, help="heads,kv_heads,head_dim; default: those of conf/model")
     parser.add_argument("--out", type=Path, default=qualified.cache(), help="folder of the record; default: %(default)s")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -141,8 +149,8 @@ def main() -> int:
         raise config.ConfigError("--device", "cuda", "no CUDA device is visible here; use --device cpu")
     device = torch.device(args.device)
     cuda = device.type == "cuda"
-    dtype, length = args.dtype or ("bf16" if cuda else "fp32"), args.length or (2048 if cuda else 256)
-    content = make(device, dtype, length, list(SHAPES))
+    dtype, length = args.dtype or ("bf16" if cuda else "fp32"), args.length or (2048 if cuda else 128)
+    content = make(device, dtype, length, args.shape or list(SHAPES))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / file_name(content)
     write_json(path, content)

@@ -21,7 +21,7 @@ from train import checkpoint, data, determinism, faults, flips
 from train.config import ConfigError, Train, load
 from train.launch import process, rendezvous
 from train.launch.heartbeat import Heartbeat
-from train.measure import flops, manifest, memory, peaks
+from train.measure import fabric, flops, manifest, memory, peaks
 from train.measure.metrics import Meter, NonFinite
 from train.memory import recompute
 from train.model import attention, qualified
@@ -46,6 +46,7 @@ class Rank:
         self.seconds: dict[str, float] = {}
         self.replay: passes.Replay | None = None
         self.rounds: Round | None = None
+        self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
         self.flips: flips.Flips | None = None
 
@@ -190,6 +191,14 @@ class Rank:
         o = self.cfg.optim
         return o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr
 
+    def probe_fabric(self) -> None:
+        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
+        wanted = self.cfg.fabric
+        if wanted or (wanted is None and self.device.type == "cuda"):
+            cache = self.folder.parent / ".sweep" / "fabric.json"
+            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
+            self.mark("fabric")
+
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
         accum = self.cfg.grad_accum
@@ -281,6 +290,7 @@ class Rank:
             "seconds": self.seconds,
             "traffic": self.dp.traffic(),
             "deterministic": cfg.deterministic,
+            "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,
             "checkpoint": self.checkpoints.report() if self.checkpoints else None,
         }
@@ -306,6 +316,8 @@ class Rank:
             limit, file = self.cfg.launch.first_step_timeout, "rendezvous-fresh" if fresh else "rendezvous"
             rendezvous.join(self.folder, self.rank, self.world, self.device, limit, file)
         self.mark("start")
+        if not fresh:
+            self.probe_fabric()
         self.build()
         meter = self.make_meter()
         self.mark("build")
