@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.determinism import price
 from analysis.load import Data
 from analysis.provenance import split
 from analysis.stats import t975
@@ -39,6 +40,7 @@ def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
     between = between_runs(merged)
     rows = [_combine(part, between) for _, part in merged.groupby(["key", "group", "status"], sort=False)]
     frame = pd.DataFrame(rows)
+    frame["determinism_price"] = price(frame)
     frame = order(frame, by)
     fixed = {c: config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
     return Ranked(frame, knobs, fixed, differs)

@@ -23,6 +23,7 @@ TITLES = {
     "capacity_gib": "capacity GiB",
     "half": "±95 %",
     "of_best": "of best",
+    "determinism_price": "price",
     "steady_steps": "steps",
     "dropped_steps": "dropped",
     "dropped_why": "why dropped",
@@ -44,7 +45,7 @@ def cell(value: Any, column: str = "") -> str:
         return ""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
-    if column in ("half", "of_best"):
+    if column in ("half", "of_best", "determinism_price"):
         return f"{100 * value:.2g} %" if column == "half" else f"{100 * value:.1f} %"
     if isinstance(value, float):
         if column.startswith("tokens_per_s"):

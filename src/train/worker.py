@@ -273,6 +273,24 @@ class Rank:
             torch.cuda.synchronize()
         self.seconds[phase] = time.monotonic() - self.born - sum(self.seconds.values())
 
+    def engine(self) -> dict[str, Any]:
+        """What ran, for a reader of this one file; config.yaml has all of it."""
+        cfg = self.cfg
+        return {
+            "reduction": cfg.reduction.name,
+            "bucket_mib": cfg.reduction.bucket_mib,
+            "accumulate": cfg.reduction.accumulate,
+            "recompute": cfg.memory.recompute,
+            "compile": cfg.compile.name,
+            "attention": self.attention,
+            "precision": cfg.precision.name,
+            "rope_cache": cfg.model.rope_cache,
+            "deterministic": bool(cfg.deterministic),
+            "replay": cfg.replay,
+            "micro_batch": cfg.micro_batch,
+            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))},
+        }
+
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""
         cfg = self.cfg
@@ -289,7 +307,7 @@ class Rank:
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "traffic": self.dp.traffic(),
-            "deterministic": cfg.deterministic,
+            "engine": self.engine(),
             "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,
             "checkpoint": self.checkpoints.report() if self.checkpoints else None,

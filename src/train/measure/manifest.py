@@ -11,7 +11,7 @@ import torch
 
 from train.measure import links
 
-ENV = re.compile(r"(NCCL_|TORCH|PYTORCH|CUDA_|GLOO_|OMP_|MKL_|KMP_).*")
+ENV = re.compile(r"(NCCL_|CUBLAS_|TORCH|PYTORCH|CUDA_|GLOO_|OMP_|MKL_|KMP_).*")
 
 
 def collect(device: torch.device) -> dict[str, Any]:
