@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import checkpoint, data, determinism, faults, flips
+from train import checkpoint, data, determinism, faults
 from train.config import ConfigError, Train, load
-from train.launch import process, rendezvous
+from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks
-from train.measure.metrics import Meter, NonFinite
+from train.measure import fabric, flops, manifest, memory, peaks, telemetry
+from train.measure.metrics import Meter
 from train.memory import recompute
 from train.model import attention, qualified
 from train.model.transformer import Transformer
@@ -43,12 +43,12 @@ class Rank:
         self.world = int(os.environ["WORLD_SIZE"])
         self.heart = Heartbeat(scratch, self.rank)
         self.cfg: Train = load(folder / "config.yaml")
+        self.faults = faults.Injector(self.cfg.fault, self.rank)
         self.seconds: dict[str, float] = {}
         self.replay: passes.Replay | None = None
         self.rounds: Round | None = None
         self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
-        self.flips: flips.Flips | None = None
 
     # ---- build -------------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,8 @@ class Rank:
         recompute.apply(model, cfg.memory)
         if cfg.compile.name == "layer":
             model.compile_layers()
-        self._hook(model)
+        if cfg.replay:  # its hooks have to see gradients before the reduction takes them
+            self.replay = passes.Replay(model, self.device)
         self._reduction(model)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
@@ -108,17 +109,6 @@ class Rank:
         if self.rank == 0:
             note = " (unqualified: no record shows it to be reproducible here)" if self.qualified is False else ""
             print(f"attention backend: {self.attention}{note}", flush=True)
-
-    def _hook(self, model: Transformer) -> None:
-        """What has to see gradients before the reduction takes them."""
-        fault = faults.parse(self.cfg.fault) if self.cfg.fault else None
-        if fault is not None and fault.kind in faults.FLIPS:
-            self.flips = flips.Flips(fault, self.rank, self.cfg.seed)
-            self.flips.hook(model)
-            self.flips.wire()
-            self.flips.armed = not self.cfg.replay
-        if self.cfg.replay:
-            self.replay = passes.Replay(model, self.device)
 
     def _reduction(self, model: Transformer) -> None:
         """Over all ranks, or with rounds over those of an island."""
@@ -144,6 +134,7 @@ class Rank:
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
+            extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
 
     def _peak(self) -> dict[str, Any]:
@@ -203,8 +194,6 @@ class Rank:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
         accum = self.cfg.grad_accum
         assert accum is not None
-        if self.flips is not None:
-            self.flips.start(step)
         total: torch.Tensor | None = None
         data_s = 0.0
         for index in range(accum):
@@ -223,8 +212,6 @@ class Rank:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
         named = (("round", self.rounds), ("replay", self.replay), ("checkpoint", self.checkpoints))
         due = [(phase, it) for phase, it in named if it is not None and it.due(step)]
-        if self.flips is not None:
-            self.flips.after(self.dp)
         if due and meter is not None:
             meter.pause()
         for phase, it in due:
@@ -238,12 +225,13 @@ class Rank:
         )
         first = self.checkpoints.restore()
         for step in range(first, self.cfg.steps):
+            self.heart.beat("train", step)
             before = meter.start(step)
-            loss, norm, data_s = self.train_step(step)
+            with self.faults.at(step, self.dp.module):
+                loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             self.after_step(step, meter)
             meter.finish(before, last=False)
-            self.heart.beat("train", step, meter.slowest if step > first + 1 else 0.0)
             if step == first:
                 self.mark("compile")
         meter.finish(meter.start(self.cfg.steps), last=True)
@@ -257,12 +245,11 @@ class Rank:
             self.replay.rewind()
             if self.rounds is not None:
                 self.rounds.restart()
-        if self.flips is not None:
-            self.flips.armed = name == "second"
         for step in range(self.cfg.steps):
-            self.train_step(step)
-            self.after_step(step)
             self.heart.beat("replay", step)
+            with self.faults.at(step, self.dp.module):
+                self.train_step(step)
+            self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
 
     # ---- tell --------------------------------------------------------------------------------------------------------
@@ -363,39 +350,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
     temp.replace(path)
 
 
-def kind_of(error: BaseException) -> str:
-    """oom | invalid | nonfinite | comm (may be the consequence of a peer's failure) | error."""
-    text = str(error)
-    if (
-        isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        or "out of memory" in text
-        or "can't allocate memory" in text
-    ):
-        return "oom"
-    if isinstance(error, ConfigError):
-        return "invalid"
-    if isinstance(error, NonFinite):
-        return "nonfinite"
-    words = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "gloo",
-        "NCCL",
-        "Socket",
-        "recvValue failed",
-    )
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words)):
-        return "comm"
-    return "error"
-
-
 def run(folder: str, scratch: str) -> int:
     """Train the point as this rank; the exit code. Whatever goes wrong is recorded for the supervisor, with its time."""
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR1, all_threads=True, chain=False
-    )  # the supervisor asks a hanging rank for its stack
+    stack = open(stacks.file(Path(scratch), int(os.environ["RANK"])), "w")  # filled when the supervisor asks for it
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
+    process.volunteer_for_oom()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file in the run folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     rank = None
@@ -404,17 +364,8 @@ def run(folder: str, scratch: str) -> int:
         rank.run()
         return 0
     except BaseException as e:
-        at = time.monotonic()
-        first = str(e).strip().splitlines()[0] if str(e).strip() else ""
-        record = {
-            "kind": kind_of(e),
-            "type": type(e).__name__,
-            "message": first[:500],
-            "at": at,
-            "step": rank.heart.step if rank else -1,
-        }
-        number = os.environ["RANK"]
-        write(Path(scratch) / f"error-{number}.json", record)
+        record = failure.describe(e, rank.heart.step if rank else -1, getattr(rank, "device", None))
+        write(Path(scratch) / f"error-{os.environ['RANK']}.json", record)
         traceback.print_exc()
         return 1
     finally:

@@ -53,6 +53,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "round.inner_steps": (1, 10**7),
     "round.topk": (1e-6, 1),
@@ -89,14 +90,13 @@ def values(cfg: Train) -> None:
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
         raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
     if cfg.round.bits not in (32, 8, 4):
         raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
-    if cfg.fault is not None:
-        faults.parse(cfg.fault)
     for key in ("env", "nccl.env"):
         for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
             if "=" in name or "\0" in f"{name}{value}" or not name:
@@ -175,24 +175,9 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
         if cfg.replay and cfg.checkpoint.every is not None:
             raise ConfigError("replay", True, "all passes start at step 0: leave checkpoint.every out")
-        if cfg.fault is not None:
-            _check_fault(cfg, nproc)
+        faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:
         return str(e)
     return None
-
-
-def _check_fault(cfg: Train, nproc: int) -> None:
-    """Raises ConfigError for a fault that can't strike in this point."""
-    assert cfg.fault is not None
-    fault = faults.parse(cfg.fault)
-    if fault.rank is not None and fault.rank >= nproc:
-        raise ConfigError("fault", cfg.fault, f"there is no rank {fault.rank} with nproc={nproc}")
-    if fault.step >= cfg.steps:
-        raise ConfigError("fault", cfg.fault, f"there is no step {fault.step} with steps={cfg.steps}")
-    if fault.kind == "bitflip_wire" and (cfg.reduction.name not in ("zero2", "zero2o") or nproc < 2):
-        raise ConfigError("fault", cfg.fault, "needs the all-to-all of reduction=zero2|zero2o on at least 2 ranks")
-    if fault.kind in ("bitflip_grad", "nondeterministic") and cfg.reduction.name == "fsdp":
-        raise ConfigError("fault", cfg.fault, "fsdp hides a rank's own gradients; use reduction=ddp|zero2|zero2o|zero2rs")
