@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from train.config import Train
@@ -65,6 +64,8 @@ class Checkpoints:
 
     def after(self, step: int) -> None:
         """Write the state after `step`. Collective."""
+        import torch.distributed.checkpoint as dcp  # here, for it takes a third of a rank's imports
+
         began = time.monotonic()
         done = step + 1
         final = self._folder / "checkpoints" / f"step-{done:08d}"
@@ -87,6 +88,8 @@ class Checkpoints:
         """Load the newest complete checkpoint, if any; the step to go on with. Collective."""
         if self._cfg.checkpoint.every is None:
             return 0
+        import torch.distributed.checkpoint as dcp
+
         newest: list[Any] = [next(iter(complete(self._folder)[::-1]), None) if self._rank == 0 else None]
         if self._world > 1:
             dist.broadcast_object_list(newest, 0, group=self._group)
