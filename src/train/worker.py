@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import checkpoint, data, determinism, faults
+from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
@@ -218,11 +218,16 @@ class Rank:
             self.heart.beat(phase)
             it.after(step)
 
+    def seed_generators(self) -> None:
+        """The same random numbers in every pass and after every build, whatever was measured before."""
+        torch.manual_seed(seeds.derive(self.cfg.seed, "rank", self.rank))
+
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
         self.checkpoints = checkpoint.Checkpoints(
             self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
         )
+        self.seed_generators()
         first = self.checkpoints.restore()
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
@@ -245,6 +250,7 @@ class Rank:
             self.replay.rewind()
             if self.rounds is not None:
                 self.rounds.restart()
+        self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
             with self.faults.at(step, self.dp.module):

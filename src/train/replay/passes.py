@@ -40,7 +40,6 @@ class Replay:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Before the reduction takes over the model's parameters."""
-        self._device = device
         self._prints = Prints(model)
         self._hasher = Hasher(device, torch.get_num_threads())
         self._steps: list[compare.Step] = []
@@ -52,7 +51,6 @@ class Replay:
         self._start: dict[str, Tensor | None] = {
             name: tensor.to("cpu", copy=True) if tensor.any() else None for name, tensor in dp.shard_items()
         }
-        self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if self._device.type == "cuda" else None
 
     @torch.no_grad()
     def rewind(self) -> None:
@@ -62,10 +60,6 @@ class Replay:
             start = self._start[name]
             tensor.zero_() if start is None else tensor.copy_(start)
         self._dp.publish()
-        host, cuda = self._random
-        torch.set_rng_state(host)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
 
     def due(self, _: int) -> bool:
         """Every step has a leaf."""

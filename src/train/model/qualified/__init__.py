@@ -20,7 +20,7 @@ class Stack:
     """What a record holds for: a kernel is a function of hardware and torch. The driver is for the reader."""
 
     capability: str  # "9.0" of a GPU, "cpu <name>" of a processor
-    torch: str
+    torch_version: str
 
     @classmethod
     def here(cls, device: torch.device) -> "Stack":
@@ -65,7 +65,7 @@ def paths(
     return {
         record["path"]: record
         for file in files
-        if (file.get("capability"), file.get("torch")) == (stack.capability, stack.torch)
+        if (file.get("capability"), file.get("torch")) == (stack.capability, stack.torch_version)
         for record in file["records"]
         if all(record.get(key) == value for key, value in wanted.items())
     }
