@@ -23,6 +23,7 @@ from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
 from train.measure import fabric, flops, manifest, memory, peaks, telemetry
 from train.measure.metrics import Meter
+from train.measure.trace import Trace
 from train.memory import recompute
 from train.model import attention, qualified
 from train.model.transformer import Transformer
@@ -224,6 +225,7 @@ class Rank:
 
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
+        self.trace = Trace(self.cfg.profile, self.cfg.steps, self.folder, self.rank, self.device)
         self.checkpoints = checkpoint.Checkpoints(
             self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
         )
@@ -232,6 +234,7 @@ class Rank:
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
             before = meter.start(step)
+            self.trace.before(step)
             with self.faults.at(step, self.dp.module):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
@@ -299,6 +302,7 @@ class Rank:
             "params": flops.param_count(cfg.model),
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
+            "profiled_steps": self.trace.steps,
             "traffic": self.dp.traffic(),
             "engine": self.engine(),
             "fabric": self.fabric,
@@ -324,7 +328,9 @@ class Rank:
             write(self.scratch / "manifest.json", manifest.collect(self.device))
         rendezvous.gloo_interface()
         if self.world > 1:
-            limit, file = self.cfg.launch.first_step_timeout, "rendezvous-fresh" if fresh else "rendezvous"
+            # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
+            limit = self.cfg.launch.first_step_timeout + 60
+            file = "rendezvous-fresh" if fresh else "rendezvous"
             rendezvous.join(self.folder, self.rank, self.world, self.device, limit, file)
         self.mark("start")
         if not fresh:
@@ -342,6 +348,8 @@ class Rank:
         again = self.replay is not None and not fresh
         self.heart.beat("replay" if again else "end")
         self.dp.close()
+        if not fresh:
+            self.trace.write()
         if self.world > 1:
             dist.barrier()  # a rank that leaves early looks like a failure to its peers
             dist.destroy_process_group()

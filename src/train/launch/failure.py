@@ -71,6 +71,16 @@ def memory_now(device: Optional[torch.device], text: str) -> dict[str, Any]:
     return out
 
 
+def _limited(error: BaseException) -> bool:
+    """Did the rank run into a limit on processes or open files? Libraries often lose the system's own error."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) or "can't start new thread" in str(error):
+        return True
+    try:
+        return len(os.listdir("/proc/self/fd")) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 3
+    except OSError:  # not even one more for the listing
+        return True
+
+
 def _size(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib < 10**6 else f"{gib:.3g} GiB"
 

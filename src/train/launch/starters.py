@@ -109,8 +109,8 @@ def _reap() -> None:
 class Warm:
     """Forks of train.launch.server."""
 
-    def __init__(self, code: Path) -> None:
-        self.code = code
+    def __init__(self, code: Path, compiles: bool = False) -> None:
+        self.code, self.compiles = code, compiles
         process.adopt_orphans()
         self.restart()
 
@@ -118,7 +118,7 @@ class Warm:
         """Start the server, or another one in place of one that was killed."""
         env = python_env(self.code) | {"MFU_SWEEP_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "train.launch.server"],
+            [sys.executable, "-m", "train.launch.server", *(["--compiles"] if self.compiles else [])],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.buffer = b""
