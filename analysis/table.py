@@ -13,7 +13,17 @@ from analysis.provenance import GATE, UNKNOWN
 from analysis.rank import Ranked, rank
 from analysis.text import cell, table, title
 
-DEFAULT = ("tokens_per_s", "half", "of_best", "mfu", "step_s", "peak_mem_gib", "determinism_price", "steady_steps", "flags")
+DEFAULT = (
+    "tokens_per_s",
+    "half",
+    "of_best",
+    "mfu",
+    "step_s",
+    "peak_mem_gib",
+    "determinism_price",
+    "steady_steps",
+    "flags",
+)
 LIST_LIMIT = 12  # reasons and names listed in text before "and N more"
 
 

@@ -81,7 +81,9 @@ def price(points: list[Point]) -> list[tuple[str, bool, str]]:
     """Tokens/s with and without determinism."""
     rows = []
     for mode in ("none", "layer"):
-        mine = {p.given["deterministic"]: p for p in points if "deterministic" in p.given and p.given["compile"] == mode}
+        mine = {
+            p.given["deterministic"]: p for p in points if "deterministic" in p.given and p.given["compile"] == mode
+        }
         done = len(mine) == 2 and all(p.ok for p in mine.values())
         detail = "; ".join(f"{k}: {p.status['status']} {p.status['reason']}" for k, p in mine.items())
         if done:

@@ -30,7 +30,9 @@ def run_step(name: str, command: list[str], out: Path, env: dict[str, str], limi
     print(f"{name}: {' '.join(command[1:])}", flush=True)
     with open(out / f"{name}.log", "wb") as log:
         try:
-            code = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
+            code = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=limit
+            ).returncode
         except subprocess.TimeoutExpired:
             code = 124
     seconds = time.monotonic() - began
@@ -102,7 +104,12 @@ def main() -> int:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "REQUIRE_GPU": "1", "XDG_CACHE_HOME": str(out / "cache")}
+    env = os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONSAFEPATH": "1",
+        "REQUIRE_GPU": "1",
+        "XDG_CACHE_HOME": str(out / "cache"),
+    }
     python = sys.executable
     pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={out / 'gpu_tests.xml'}"]
     train = ["-m", "train", f"recipe={args.recipe}", "replay=true", f"steps={args.steps}", f"device={args.device}",

@@ -44,7 +44,9 @@ def run(tensors: list[Tensor], path: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
-def evidence(device: torch.device, dtype_name: str, length: int, shapes: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+def evidence(
+    device: torch.device, dtype_name: str, length: int, shapes: list[tuple[int, int, int]]
+) -> list[dict[str, Any]]:
     """What one process sees: for each shape, setting and accepting path, the distinct digests and the errors."""
     dtype = DTYPES[dtype_name]
     hasher = Hasher(device, torch.get_num_threads())
@@ -100,9 +102,13 @@ def make(device: torch.device, dtype: str, length: int, shapes: list[tuple[int, 
     seen = []
     request = json.dumps({"device": str(device), "dtype": dtype, "length": length, "shapes": shapes})
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-m", "train.qualify", "--child", request], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "train.qualify", "--child", request], capture_output=True, text=True
+        )
         if done.returncode:
-            raise RuntimeError(f"a qualifying process failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+            raise RuntimeError(
+                f"a qualifying process failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+            )
         seen.append(json.loads(done.stdout.splitlines()[-1]))
     stack = qualified.Stack.here(device)
     cuda = device.type == "cuda"
@@ -137,13 +143,21 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--length", type=int, help="tokens in a row; default: 2048 on a GPU, 128 on a CPU")
-    parser.add_argument("--shape", action="append", type=_shape, help="heads,kv_heads,head_dim; default: those of conf/model")
-    parser.add_argument("--out", type=Path, default=qualified.cache(), help="folder of the record; default: %(default)s")
+    parser.add_argument(
+        "--shape", action="append", type=_shape, help="heads,kv_heads,head_dim; default: those of conf/model"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=qualified.cache(), help="folder of the record; default: %(default)s"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         ask = json.loads(args.child)
-        print(json.dumps(evidence(torch.device(ask["device"]), ask["dtype"], ask["length"], [tuple(s) for s in ask["shapes"]])))
+        print(
+            json.dumps(
+                evidence(torch.device(ask["device"]), ask["dtype"], ask["length"], [tuple(s) for s in ask["shapes"]])
+            )
+        )
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         raise config.ConfigError("--device", "cuda", "no CUDA device is visible here; use --device cpu")
@@ -155,7 +169,13 @@ def main() -> int:
     path = args.out / file_name(content)
     write_json(path, content)
     for r in content["records"]:
-        what = "bitwise" if r["bitwise"] else f"rejected: {r['rejected']}" if "rejected" in r else f"{r['results']} results"
+        what = (
+            "bitwise"
+            if r["bitwise"]
+            else f"rejected: {r['rejected']}"
+            if "rejected" in r
+            else f"{r['results']} results"
+        )
         setting = "deterministic" if r["deterministic"] else "default"
         print(f"{r['path']:10} {r['dtype']} group {r['group']} head_dim {r['head_dim']:3} {setting:13} {what}")
     print(f"record: {path}")

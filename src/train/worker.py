@@ -284,7 +284,9 @@ class Rank:
             "deterministic": bool(cfg.deterministic),
             "replay": cfg.replay,
             "micro_batch": cfg.micro_batch,
-            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))},
+            "environment": {
+                k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))
+            },
         }
 
     def summary(self) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from train.replay.passes import Replay
 CPU = torch.device("cpu")
 
 
-def make(rank: int, world: int, case: Case, full_recompute: bool = False, rope_cache: bool = True) -> tuple[DataParallel, Replay]:
+def make(
+    rank: int, world: int, case: Case, full_recompute: bool = False, rope_cache: bool = True
+) -> tuple[DataParallel, Replay]:
     """A replayed reduction over all ranks."""
     cfg = cases.configuration(case)
     cfg.model.rope_cache = rope_cache
@@ -46,7 +48,9 @@ def steps(dp: DataParallel, replay: Replay, rank: int, world: int, case: Case, s
     return taken
 
 
-def one_pass(rank: int, world: int, case: Case, full_recompute: bool = False, rope_cache: bool = True) -> list[compare.Step]:
+def one_pass(
+    rank: int, world: int, case: Case, full_recompute: bool = False, rope_cache: bool = True
+) -> list[compare.Step]:
     """All steps of a run, hashed."""
     rope._cached.cache_clear()
     dp, replay = make(rank, world, case, full_recompute, rope_cache)
@@ -130,7 +134,9 @@ def _island(rank: int, world: int, case: Case, rounds: config.Round, islands: in
     cfg.round = rounds
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = islands, world // islands
     places = Islands.of(cfg, rank)
-    dp = build(cases.make_model(case, cfg), places.inner_config(cfg), CPU, places.size, rank % places.size, places.inner)
+    dp = build(
+        cases.make_model(case, cfg), places.inner_config(cfg), CPU, places.size, rank % places.size, places.inner
+    )
     return dp, Round(rounds, dp, places, CPU)
 
 

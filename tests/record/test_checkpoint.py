@@ -15,7 +15,9 @@ ROUNDS = config.Round("delta", inner_steps=3, topk=0.5, bits=8, outer_lr=0.7, ou
 @pytest.mark.parametrize(
     ("reduction", "rounds"), [("ddp", None), ("zero2o", None), ("zero2rs", None), ("fsdp", None), ("ddp", ROUNDS)]
 )
-def test_resumed_equals_uninterrupted_on_two_ranks(two: Ranks, tmp_path: Path, reduction: str, rounds: config.Round | None) -> None:
+def test_resumed_equals_uninterrupted_on_two_ranks(
+    two: Ranks, tmp_path: Path, reduction: str, rounds: config.Round | None
+) -> None:
     case = Case(reduction, "bf16", beta1=0.9, steps=6)
     assert two.run(cases.resumed, case, tmp_path, rounds) == [[], []]
 

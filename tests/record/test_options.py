@@ -43,6 +43,7 @@ def test_wrong_by_itself(changes: dict[str, object], words: str) -> None:
     [
         ({"round": config.Round("delta", inner_steps=3)}, "steps=20: must be a multiple of round.inner_steps=3"),
         ({"replay": True, "checkpoint": config.Checkpoint(every=2)}, "replay=true: all passes start at step 0"),
+        ({"replay": True, "profile": True}, "profile=true: would record the second pass"),
         ({"fault": "bitflip_grad@2:1"}, "fault=bitflip_grad@2:1: rank must be below nproc=2"),
     ],
 )

@@ -19,7 +19,9 @@ def report(path: Path, *cases: str) -> Path:
 def test_a_skip_or_no_test_fails(tmp_path: Path) -> None:
     good = '<testcase classname="a" name="b"/>'
     assert proof.gpu_tests(report(tmp_path / "1", good)) == []
-    assert proof.gpu_tests(report(tmp_path / "2", good, '<testcase classname="a" name="c"><skipped/></testcase>')) == ["a.c: skipped"]
+    assert proof.gpu_tests(report(tmp_path / "2", good, '<testcase classname="a" name="c"><skipped/></testcase>')) == [
+        "a.c: skipped"
+    ]
     assert proof.gpu_tests(report(tmp_path / "3")) == ["no GPU test ran"]
     assert "no report" in proof.gpu_tests(tmp_path / "4")[0]
 
@@ -28,7 +30,12 @@ def test_leaves_that_do_not_give_the_root_are_found(tmp_path: Path) -> None:
     point = tmp_path / "point"
     point.mkdir()
     leaf = "00" * 32
-    summary = {"replay_match": True, "leaf_root": proof_root(leaf), "attention_backend": "flash", "attention_qualified": True}
+    summary = {
+        "replay_match": True,
+        "leaf_root": proof_root(leaf),
+        "attention_backend": "flash",
+        "attention_qualified": True,
+    }
     (point / "status.json").write_text(json.dumps({"status": "ok", "reason": "", "summary": summary}))
     (point / "leaves.jsonl").write_text(json.dumps({"step": 0, "leaves": [leaf]}) + "\n")
     assert proof.replayed(tmp_path, True)[0] == []
@@ -48,7 +55,17 @@ def proof_root(leaf: str) -> str:
 @pytest.mark.slow
 def test_the_command_without_a_gpu_claims_nothing(tmp_path: Path) -> None:
     overrides = [f"--override={o}" for o in [*TINY, "nproc=1", "model=debug", "compile=none", "micro_batch=1"]]
-    command = [sys.executable, "benchmarks/proof.py", "--device", "cpu", "--steps", "2", "--out", str(tmp_path), *overrides]
+    command = [
+        sys.executable,
+        "benchmarks/proof.py",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path),
+        *overrides,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     rows = [line.split("\t") for line in (tmp_path / "steps.tsv").read_text().splitlines()]

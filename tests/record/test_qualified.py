@@ -49,7 +49,9 @@ def test_auto_takes_the_first_qualified_path_that_accepts() -> None:
         attention.select_replayable("cudnn", PROBED, ORDER, {"cudnn"})
 
 
-def test_records_hold_for_their_device_torch_and_shapes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_hold_for_their_device_torch_and_shapes_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = {"path": "flash", "dtype": "bf16", "group": 2, "head_dim": 128, "deterministic": True, "bitwise": True}
     content = {"schema": 1, "capability": "9.0", "torch": "2.11.0+cu130", "records": [record]}
     (tmp_path / "a.json").write_text(json.dumps(content))

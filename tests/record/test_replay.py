@@ -76,7 +76,12 @@ def test_the_earliest_cause_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("world", "ranks", "words"),
-    [(4, [0, 1, 2, 3], "all ranks"), (4, [2], "one rank alone"), (4, [1, 2], "some ranks"), (1, [0], "can't be told apart")],
+    [
+        (4, [0, 1, 2, 3], "all ranks"),
+        (4, [2], "one rank alone"),
+        (4, [1, 2], "some ranks"),
+        (1, [0], "can't be told apart"),
+    ],
 )
 def test_kernel_and_device_are_told_apart(world: int, ranks: list[int], words: str) -> None:
     first, other = run_of(world, 2), run_of(world, 2)
@@ -109,7 +114,9 @@ def test_a_merkle_root_depends_on_every_leaf_and_its_place(count: int, data: st.
     st.data(),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_flipped_bit_changes_both_words_of_a_fingerprint(dtype: torch.dtype, shape: list[int], data: st.DataObject) -> None:
+def test_any_flipped_bit_changes_both_words_of_a_fingerprint(
+    dtype: torch.dtype, shape: list[int], data: st.DataObject
+) -> None:
     from train.faults import flip
 
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -125,7 +132,10 @@ def test_digests_are_blake3_of_the_bytes() -> None:
     tensor = torch.arange(1000, dtype=torch.float32)
     hasher = Hasher(torch.device("cpu"), 2)
     assert hasher.digest(tensor) == blake3(tensor.numpy().tobytes()).hexdigest()
-    assert hasher.digest(tensor.view(10, 100).t()) == blake3(tensor.view(10, 100).t().contiguous().numpy().tobytes()).hexdigest()
+    assert (
+        hasher.digest(tensor.view(10, 100).t())
+        == blake3(tensor.view(10, 100).t().contiguous().numpy().tobytes()).hexdigest()
+    )
     assert hasher.digest(torch.tensor(3.0)) == blake3(torch.tensor([3.0]).numpy().tobytes()).hexdigest()
 
 

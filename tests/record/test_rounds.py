@@ -88,7 +88,9 @@ def test_volume_and_ratio_are_what_is_sent(four: Ranks) -> None:
     st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_a_codec_keeps_the_largest_within_its_step(n: int, topk: float, bits: int, dtype: torch.dtype, seed: int) -> None:
+def test_a_codec_keeps_the_largest_within_its_step(
+    n: int, topk: float, bits: int, dtype: torch.dtype, seed: int
+) -> None:
     flat = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     codec = Codec(topk, bits)
     payload = codec.encode(flat)
@@ -114,7 +116,8 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "nproc", "want"), [((-1, -1), 4, (4, 1)), ((2, -1), 4, (2, 2)), ((-1, 2), 4, (2, 2)), ((2, 2), 4, (2, 2))]
+    ("given_", "nproc", "want"),
+    [((-1, -1), 4, (4, 1)), ((2, -1), 4, (2, 2)), ((-1, 2), 4, (2, 2)), ((2, 2), 4, (2, 2))],
 )
 @pytest.mark.parametrize("reduction", ["ddp", "zero2o", "fsdp"])
 def test_islands(given_: tuple[int, int], nproc: int, want: tuple[int, int], reduction: str) -> None:

@@ -31,7 +31,9 @@ def matrix() -> list[list[str]] | None:
     if library is None:
         return None
     try:
-        handles = [handle(library, str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())]
+        handles = [
+            handle(library, str(torch.cuda.get_device_properties(i).uuid)) for i in range(torch.cuda.device_count())
+        ]
     except Exception:  # a virtual device without a UUID that NVML knows
         return None
     return [[_link(library, a, b) if a is not b else "X" for b in handles] for a in handles]

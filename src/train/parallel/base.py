@@ -47,7 +47,7 @@ class DataParallel(ABC):
     def publish(self) -> None:
         """Make the model's weights follow the masters after these were changed from outside. Collective."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  # most reductions leave nothing
         """Wait for what the last step left under way: afterwards the masters may be changed."""
 
     def shard_items(self) -> Iterator[tuple[str, Tensor]]:

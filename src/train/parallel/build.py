@@ -29,7 +29,8 @@ def build(
 ) -> DataParallel:
     """Take over `model`: on `device`, in `param_dtype`, the same weights on every rank; compiled layers before, not after.
 
-    With world_size > 1 `group`, or the default process group for None, has these ranks. Raises ConfigError for degrees that can't be.
+    With world_size > 1 `group`, or the default process group for None, has these ranks. Raises ConfigError for degrees
+    that can't be.
     """
     mesh.resolve(cfg, world_size)
     if cfg.reduction.name == "fsdp":

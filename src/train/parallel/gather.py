@@ -19,7 +19,9 @@ class WeightGather:
     `buckets` is the order in which they are needed: start gathers in this order.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], lane: Lane, meter: Meter, group: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], lane: Lane, meter: Meter, group: Any = None
+    ) -> None:
         self._lane, self._meter, self._group = lane, meter, group
         self._pending: dict[Bucket, Any] = {}
         blocks = list(getattr(model, "layers", ()))

@@ -27,7 +27,9 @@ UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between
 class Zero2(DataParallel):
     """`reduction.name`: zero2 issues all buckets after backward, zero2o and zero2rs each as its last gradient is in."""
 
-    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int, group: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int, group: Any = None
+    ) -> None:
         self.module = model
         self.meter = Meter(device)
         self._world, self._device, self._optim, self._group = world, device, cfg.optim, group

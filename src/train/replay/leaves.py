@@ -29,7 +29,7 @@ class Hasher:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         state = blake3(max_threads=self._threads if flat.numel() >= THREADED else 1)
         for part in self._on_host(flat):
-            state.update(part.numpy())
+            state.update(part.numpy().data)
         return state.hexdigest()
 
     def _on_host(self, flat: Tensor) -> Iterator[Tensor]:

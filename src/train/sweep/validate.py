@@ -234,6 +234,8 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
         if cfg.replay and cfg.checkpoint.every is not None:
             raise ConfigError("replay", True, "all passes start at step 0: leave checkpoint.every out")
+        if cfg.replay and cfg.profile:
+            raise ConfigError("profile", True, "would record the second pass of replay=true too; use one of them")
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
