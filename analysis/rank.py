@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.determinism import price
 from analysis.load import Data
 from analysis.provenance import split
 from analysis.stats import t975
@@ -48,6 +49,7 @@ def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
     keys = configuration_key(config).where(config.notna().any(axis=1), points["identity"].astype(str))
     merged["key"] = keys
     frame = combine(merged)
+    frame["determinism_price"] = price(frame)
     frame = order(frame, by)
     fixed = {str(c): config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
     return Ranked(frame, knobs, fixed, differs)
