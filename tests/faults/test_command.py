@@ -62,7 +62,7 @@ def test_every_kind_of_fault_then_resume(tmp_path: Path, reduction: str) -> None
         return
     again = sweep(tmp_path, *args, "retries=0")  # all attempts are used up: nothing runs, nothing changes
     assert again.code == 1 and "retries=0 is used up" in again.output
-    assert {n: s["attempt"] for n, s in statuses(tmp_path / "f").items()} == {n: 1 for n in found}
+    assert {n: s["attempt"] for n, s in statuses(tmp_path / "f").items()} == dict.fromkeys(found, 1)
     third = sweep(tmp_path, *args, "retries=1")
     assert third.code == 1
     for name, status in statuses(tmp_path / "f").items():
@@ -128,7 +128,9 @@ def test_second_signal_and_signal_while_composing(tmp_path: Path) -> None:
     command.nothing_left()
     assert sorted(s.get("status", "pending") for s in statuses(tmp_path / "t").values()) == ["interrupted", "pending"]
     composing = Command(tmp_path / "c", "name=c", *TINY, "seed=range(0,20000)")
-    wait_for("signals are handled", lambda: _catches_sigint(composing.process.pid) or composing.process.poll() is not None)
+    wait_for(
+        "signals are handled", lambda: _catches_sigint(composing.process.pid) or composing.process.poll() is not None
+    )
     composing.process.send_signal(signal.SIGINT)
     composing.finish()
     assert composing.code == 130, composing.output

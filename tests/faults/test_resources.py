@@ -97,7 +97,14 @@ def test_host_memory_used_up(tmp_path: Path) -> None:
     args = [a for a in TINY if not a.startswith("micro_batch")]
     try:
         done = sweep(
-            tmp_path, "name=m", *args, "steps=5", "fault=host_oom@1:2", "micro_batch=1,2", "launch.hang_seconds=60", wrap=inside
+            tmp_path,
+            "name=m",
+            *args,
+            "steps=5",
+            "fault=host_oom@1:2",
+            "micro_batch=1,2",
+            "launch.hang_seconds=60",
+            wrap=inside,
         )
     finally:
         time.sleep(0.2)
@@ -115,7 +122,9 @@ def test_no_more_processes(lab: Lab, tmp_path: Path) -> None:
     group = cgroup("pids")
     server = lab.warm.process.pid
     before = Path(f"/proc/{server}/cgroup").read_text()
-    home = Path("/sys/fs/cgroup/pids") / next(li for li in before.splitlines() if ":pids:" in li).split(":")[2].lstrip("/")
+    home = Path("/sys/fs/cgroup/pids") / next(li for li in before.splitlines() if ":pids:" in li).split(":")[2].lstrip(
+        "/"
+    )
     (group / "cgroup.procs").write_text(str(server))
     (group / "pids.max").write_text("2")
     try:

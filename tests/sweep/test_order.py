@@ -30,7 +30,9 @@ def test_cheapest_first_and_pruned(tmp_path: Path) -> None:
             cause = re.fullmatch(r"implied by (\S+)", status["reason"])
             assert cause and found[cause[1]]["status"] == "oom"
             assert ("ddp" in name) == ("ddp" in cause[1])  # all else equal
-    again = sweep(tmp_path, *args, "micro_batch=4,2,8", "fault=oom@0:1")  # a new, larger knob is implied by the old result
+    again = sweep(
+        tmp_path, *args, "micro_batch=4,2,8", "fault=oom@0:1"
+    )  # a new, larger knob is implied by the old result
     assert again.code == 0 and ran(again.output) == [], again.output
     assert sorted(s["status"] for s in statuses(tmp_path / "p").values()) == ["infeasible"] * 10 + ["oom"] * 2
 
