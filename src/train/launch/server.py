@@ -155,7 +155,7 @@ def _import_everything() -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
     for module in pkgutil.walk_packages(train.__path__, "train."):
         if not module.name.startswith(
-            ("train.sweep", "train.errors", "train.__main__")
+            ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
         ):  # the command line's, with Hydra
             importlib.import_module(module.name)
     # what a rank would import when it builds its model: dynamo alone costs it 2 s
