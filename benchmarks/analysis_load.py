@@ -113,9 +113,8 @@ def main() -> int:
         print(
             f"analysis: {total:.2f} s (load and summarise {loaded:.2f} s, rank {total - loaded:.2f} s), peak {memory:.2f} GiB"
         )
-        print(
-            f"duckdb: {reference:.2f} s (read_json {read:.2f} s, medians {reference - read:.2f} s); ratio {total / reference:.2f}"
-        )
+        print(f"duckdb: {reference:.2f} s (read_json {read:.2f} s, medians {reference - read:.2f} s)")
+        print(f"ratio {total / reference:.2f}")
     good = total <= args.limit and total <= args.ratio * reference and memory < args.memory_gib
     print("within the limits" if good else "OUTSIDE the limits")
     return 0 if good else 1

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from train.launch.classify import FAILED
 from train.launch.supervisor import Progress
+from train.launch.tell import say
 
 #: seconds between two looks at metrics.jsonl
 LOOK_SECONDS = 0.25
@@ -97,7 +98,7 @@ class View:
         if self.live is not None:
             self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            say(text)
 
     def update(self, progress: Progress) -> None:
         """The running point's state, from the supervisor's loop."""

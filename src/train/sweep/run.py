@@ -18,13 +18,9 @@ from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
 from train.launch.supervisor import Stop
+from train.launch.tell import fill_standard_files, say
 from train.sweep import ending, folder, grid, points, progress, snapshot
 from train.sweep.store import PACKAGE
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, flush=True)
 
 
 def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
@@ -46,26 +42,35 @@ def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
 
 
 def install_signals() -> Stop:
-    """SIGINT, SIGTERM and SIGHUP set the flag; a second one kills at once."""
+    """SIGINT, SIGTERM and SIGHUP end the command at once while nothing is written, later by way of the flag.
+
+    A second one ends it at once too, save that a point whose end is being recorded (0.1 s) is recorded. What was ignored
+    from the start (nohup, a shell's background job) stays ignored.
+    """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stop = Stop(fd=read)
 
     def handler(signum: int, _: object) -> None:
-        stop.hard = stop.signum is not None
+        stop.count += 1
         stop.signum = stop.signum or signum
+        if stop.nothing_written or stop.count > 2 or (stop.count > 1 and not stop.busy):
+            os._exit(128 + stop.signum)  # server and ranks die with this process
         try:
             os.write(write, b"x")
         except BlockingIOError:
             pass
 
     for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(s, handler)
+        if signal.getsignal(s) != signal.SIG_IGN:
+            signal.signal(s, handler)
     return stop
 
 
 def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str]) -> int:
     """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
     began = time.monotonic()
+    fill_standard_files()
+    stop = install_signals()
     composer = grid.Composer(loader, master)
     checked = points.checked(composer, grid.expand(loader, grids, arguments))
     if not checked:
@@ -73,24 +78,30 @@ def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]],
     run_cfg = checked[0][1]
     for name in environment.leftovers():
         say(f"ignored: {name}={environment.USER[name]} is left over from another launcher")
-    stop = install_signals()
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(checked) * run_cfg.repeats > 1
-    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    compiles = any(c.compile.name != "none" for _, c in checked)
+    warm = starters.Warm(PACKAGE.parent, compiles) if run_cfg.launch.warm and several and not run_cfg.plan else None
     try:
         with progress.waiting("looking at this machine, importing torch"):
             host = probe_host(warm)
         frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
-        if stop.signum:
-            return 128 + stop.signum
-        return _run(run_cfg, frozen, warm, stop, began)
+        uuids = [g["uuid"] for g in host.get("gpus", [])]
+        return _run(run_cfg, frozen, warm, stop, uuids, began)
     finally:
         if warm is not None:
             warm.close()
 
 
-def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop, began: float) -> int:
+def _run(
+    cfg: Train,
+    frozen: list[points.Frozen],
+    warm: Optional[starters.Warm],
+    stop: Stop,
+    uuids: list[str],
+    began: float,
+) -> int:
     merged = sum(len(p.merged) for p in frozen)
     if merged:
         say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
@@ -106,6 +117,7 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
         return 2
     if cfg.plan:
         return 0
+    stop.nothing_written = False
     before = ending.existing(Path(cfg.out))
     path = folder.choose(cfg)
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
@@ -117,7 +129,7 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
             ending.undo(path, frozen, before)
             raise ConfigError("out", cfg.out, f"the run folder can't be written: {e.strerror}") from None
         with progress.View() as view:
-            executor = local.Local(opened, cfg, warm, stop, view.say)
+            executor = local.Local(opened, cfg, warm, stop, view.say, uuids)
             executor.on_progress, view.statuses = view.update, executor.statuses
             executor.run()
     statuses = executor.statuses()

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
-from train import names
+from train import faults, names
 from train.config import ConfigError, Data, Train
 from train.data import corpus
 from train.launch import environment
@@ -58,6 +58,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
@@ -88,6 +89,7 @@ def values(cfg: Train) -> None:
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
@@ -219,6 +221,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:
