@@ -30,7 +30,12 @@ def command(*args: str, env: dict[str, str] | None = None) -> tuple[float, str]:
     """(seconds, output) of `python -m train -m …`. Raises CalledProcessError."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "train", "-m", *args], cwd=ROOT, env=env or ENV, check=True, capture_output=True, text=True
+        [sys.executable, "-m", "train", "-m", *args],
+        cwd=ROOT,
+        env=env or ENV,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return time.monotonic() - began, done.stdout
 
@@ -72,7 +77,15 @@ def twelve(out: Path, device: str, nproc: int) -> dict[str, float]:
 
 def rate(out: Path, device: str, nproc: int, points: int = 200) -> dict[str, float]:
     """Points a second from the first start to the last end, and of the whole command."""
-    args = [f"out={out}", "name=rate", f"device={device}", f"nproc={nproc}", *TINY, "steps=1", f"seed=range(0,{points})"]
+    args = [
+        f"out={out}",
+        "name=rate",
+        f"device={device}",
+        f"nproc={nproc}",
+        *TINY,
+        "steps=1",
+        f"seed=range(0,{points})",
+    ]
     whole, output = command(*args)
     done = statuses(out / "rate")
     assert len(done) == points and all(s["status"] == "ok" for s in done), output[-2000:]

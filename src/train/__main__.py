@@ -26,7 +26,8 @@ def main() -> None:
     """Entry point of `python -m train` and of the console script. Never returns: exits with the codes above."""
     user_args = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # LC_ALL=C must not end a sweep
+        if stream is not None:  # closed by the caller
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # LC_ALL=C must not end a sweep
     full_error = environment.USER.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises typed exceptions; ranks get environment.USER, not this
 

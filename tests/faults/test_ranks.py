@@ -56,7 +56,9 @@ def test_stopped_rank_is_a_hang(lab: Lab, tmp_path: Path, rank: int) -> None:
     os.kill(trial.pid(rank), signal.SIGSTOP)
     verdict = trial.end()
     assert verdict.status == "timeout"
-    assert verdict.reason.startswith(f"rank {rank} gave no sign of life for ") and verdict.reason.endswith("stopped by a signal")
+    assert verdict.reason.startswith(f"rank {rank} gave no sign of life for ") and verdict.reason.endswith(
+        "stopped by a signal"
+    )
     failure = trial.status["summary"]["failure"]
     assert failure["limit_s"] <= failure["quiet_s"] < failure["limit_s"] + 1  # on a busy machine a look may come late
     for r in (0, 1):

@@ -125,6 +125,9 @@ class Server:
             self.say(started=pid)
         elif message["do"] == "probe":
             self.probe()
+        elif message["do"] == "import":
+            importlib.import_module(message["name"])
+            gc.freeze()
         elif message["do"] == "clean":
             self.clean()
 
@@ -148,16 +151,15 @@ class Server:
             process.kill(p.pid)
 
 
-def _import_everything(compiles: bool) -> None:
+def _import_everything() -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
     for module in pkgutil.walk_packages(train.__path__, "train."):
         if not module.name.startswith(
             ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
         ):  # the command line's, with Hydra
             importlib.import_module(module.name)
-    # what a rank would import when it builds its model: dynamo alone costs it 2 s, Inductor 1 s more
-    names = ["torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"]
-    for name in names + ["torch._inductor.compile_fx"] * compiles:
+    # what a rank would import when it builds its model: dynamo alone costs it 2 s
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
         importlib.import_module(name)
     with contextlib.suppress(OSError):
         socket.gethostbyname(socket.gethostname())  # pulls in an encoding
@@ -169,7 +171,7 @@ def main() -> None:
     process.adopt_orphans()
     out = os.dup(1)
     os.dup2(2, 1)  # anything printed by an import must not end up among the messages
-    _import_everything("--compiles" in sys.argv)
+    _import_everything()
     gc.collect()
     gc.freeze()  # keeps the pages shared after the fork
     Server(out).loop()

@@ -109,8 +109,8 @@ def _reap() -> None:
 class Warm:
     """Forks of train.launch.server."""
 
-    def __init__(self, code: Path, compiles: bool = False) -> None:
-        self.code, self.compiles = code, compiles
+    def __init__(self, code: Path) -> None:
+        self.code, self.compiles = code, False
         process.adopt_orphans()
         self.restart()
 
@@ -118,11 +118,19 @@ class Warm:
         """Start the server, or another one in place of one that was killed."""
         env = python_env(self.code) | {"MFU_SWEEP_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "train.launch.server", *(["--compiles"] if self.compiles else [])],
+            [sys.executable, "-m", "train.launch.server"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.buffer = b""
         self.exits: list[Exit] = []
+        self.answered = False
+        if self.compiles:
+            self.will_compile()
+
+    def will_compile(self) -> None:
+        """Points use torch.compile: import Inductor once, 1 s, before the first fork."""
+        self.compiles = True
+        self._send({"do": "import", "name": "torch._inductor.compile_fx"})
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -153,6 +161,7 @@ class Warm:
             got = self._receive(None, [])
             assert got is not None
             if reply in got:
+                self.answered = True
                 return got
             self.exits.append(Exit(got["exit"], got["code"], got["at"]))
 
@@ -201,6 +210,8 @@ class Warm:
     def close(self) -> None:
         """See Starter."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.answered:  # still importing torch, and it has no rank: bad input shall not wait for that
+            self.process.kill()
         try:
             self.process.stdin.close()
         except BrokenPipeError:

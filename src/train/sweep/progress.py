@@ -22,7 +22,7 @@ from rich.text import Text
 
 from train.launch.classify import FAILED
 from train.launch.supervisor import Progress
-from train.launch.tell import say
+from train.launch.tell import Unbreakable, say
 
 #: seconds between two looks at metrics.jsonl
 LOOK_SECONDS = 0.25
@@ -42,7 +42,7 @@ def waiting(text: str) -> Iterator[None]:
     if not live_terminal():
         yield
         return
-    with Console().status(text):
+    with Console(file=Unbreakable()).status(text):
         yield
 
 
@@ -84,7 +84,7 @@ class View:
 
     def __enter__(self) -> Self:
         if live_terminal():
-            self.live = Live(console=Console(), get_renderable=self.render, refresh_per_second=4, transient=True)
+            self.live = Live(console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=4, transient=True)
             self.live.start()
         return self
 

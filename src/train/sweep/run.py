@@ -72,18 +72,20 @@ def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]],
     fill_standard_files()
     stop = install_signals()
     composer = grid.Composer(loader, master)
-    checked = points.checked(composer, grid.expand(loader, grids, arguments))
-    if not checked:
+    cells = list(grid.expand(loader, grids, arguments))
+    if not cells:
         raise ConfigError("sweeps", "", "the grid has no points")
-    run_cfg = checked[0][1]
+    run_cfg = points.checked(composer, iter(cells[:1]))[0][1]
     for name in environment.leftovers():
         say(f"ignored: {name}={environment.USER[name]} is left over from another launcher")
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
-    several = len(checked) * run_cfg.repeats > 1
-    compiles = any(c.compile.name != "none" for _, c in checked)
-    warm = starters.Warm(PACKAGE.parent, compiles) if run_cfg.launch.warm and several and not run_cfg.plan else None
-    try:
+    several = len(cells) * run_cfg.repeats > 1
+    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    try:  # the server imports torch while the grid is composed
+        checked = points.checked(composer, iter(cells))
+        if warm is not None and any(c.compile.name != "none" for _, c in checked):
+            warm.will_compile()
         with progress.waiting("looking at this machine, importing torch"):
             host = probe_host(warm)
         frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
