@@ -22,7 +22,8 @@ FAST = [*TINY, "micro_batch=1", "device=cpu"]
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clean point and one whose rank 1 flips a bit of its gradient in step 2."""
     cwd = tmp_path_factory.mktemp("replay")
-    done = train("-m", *FAST, "steps=4", "replay=true", "fault=null,bitflip_grad@1:2", "fabric=true", "name=r", cwd=cwd)
+    arguments = [*FAST, "steps=4", "replay=true", "fault=null,bitflip_grad@1:2", "fabric=true", "name=r"]
+    done = train("-m", *arguments, cwd=cwd, XDG_CACHE_HOME=str(cwd))  # no record of an earlier day
     assert done.returncode == 0, done.stdout + done.stderr
     (cwd / "stdout").write_text(done.stdout)
     return cwd / "outputs" / "r"

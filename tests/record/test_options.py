@@ -27,7 +27,7 @@ def test_the_point_itself_is_fine() -> None:
     ("changes", "words"),
     [
         ({"round": config.Round("delta", bits=5)}, "round.bits=5: must be 32, 8 or 4"),
-        ({"round": config.Round("delta", topk=0.0)}, "round.topk=0.0: must be between 1e-06 and 1"),
+        ({"round": config.Round("delta", topk=0.0)}, "round.topk=0.0: must be"),
         ({"fault": "bitflip_weight@0:1:3"}, "fault=bitflip_weight@0:1:3: must be KIND@rank:step"),
         ({"checkpoint": config.Checkpoint(every=0)}, "checkpoint.every=0: must be"),
     ],

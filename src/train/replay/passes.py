@@ -45,12 +45,16 @@ class Replay:
         self._steps: list[compare.Step] = []
 
     def attach(self, dp: DataParallel) -> None:
-        """Remember the start. Weights wait on the host; optimizer state is zero there and takes no memory."""
+        """See the reduced gradients too, and remember the start unless this process runs one pass alone.
+
+        Weights wait on the host; optimizer state is zero at the start and takes no memory.
+        """
         self._dp = dp
         self._prints.watch(dp.owners())
-        self._start: dict[str, Tensor | None] = {
-            name: tensor.to("cpu", copy=True) if tensor.any() else None for name, tensor in dp.shard_items()
-        }
+        self._start: dict[str, Tensor | None] = {}
+        if current() == "first":
+            for name, tensor in dp.shard_items():
+                self._start[name] = tensor.to("cpu", copy=True) if tensor.any() else None
 
     @torch.no_grad()
     def rewind(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from train.parallel.adamw import AdamW, Piece
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @cache
@@ -23,18 +23,23 @@ def _weights(count: int, device: torch.device) -> Tensor:
     return (drawn | 1).to(device)
 
 
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as a matrix of the widest integers that fit: torch sums int64 as it is and copies what is narrower."""
+    flat = tensor.detach().contiguous()
+    rows = flat.flatten(1) if flat.ndim > 1 else flat.view(1, -1)
+    at, width = rows.storage_offset() * rows.element_size(), rows.shape[1] * rows.element_size()
+    return rows.view(next(word for word in _WORDS if at % word.itemsize == 0 == width % word.itemsize))
+
+
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
     """[2] int64 on the tensor's device: weighted sums, modulo 2^64, of the row sums and of the column sums of its bits.
 
     One changed element always changes both. Integer addition has no rounding, so the order of sums does not matter.
     """
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
-    bits = bits.flatten(1) if bits.ndim > 1 else bits.view(1, -1)
-    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    return torch.stack(
-        [(part * _weights(len(part), part.device)).sum() for part in (rows, columns)]  # wraps, as int64 does
-    )
+    words = _words(tensor)
+    sums = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+    return torch.stack([(part * _weights(len(part), part.device)).sum() for part in sums])  # wraps, as int64 does
 
 
 class Prints:
