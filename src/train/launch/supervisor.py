@@ -18,6 +18,7 @@ from train import config
 from train.launch import environment, process
 from train.launch.classify import RankEnd, Verdict, judge
 from train.launch.heartbeat import Watch
+from train.launch.nodes import Nodes
 from train.launch.starters import Starter
 from train.sweep.freeze import SCHEMA, write_json
 
@@ -34,6 +35,7 @@ class Stop:
     signum: Optional[int] = None
     hard: bool = False  # a second signal: kill without waiting
     fd: int = -1
+    meaning: Optional[Callable[[], Verdict]] = None  # of the signal for the point that runs; None: interrupted
 
 
 @dataclass
@@ -56,7 +58,9 @@ class Supervisor:
     stop: Stop
     code: str = ""  # hash of the code snapshot that runs
     on_progress: Callable[[Progress], None] = lambda _: None
-    attempt: int = 1
+    attempt: int = 0  # already archived by the caller as this one; 0: archive here
+    nodes: Optional[Nodes] = None  # several nodes: this one's place among them
+    job: Optional[dict[str, Any]] = None  # of the scheduler that started us, for status.json
     started: str = ""
     pids: dict[int, int] = field(default_factory=dict)  # pid → rank
     ends: dict[int, RankEnd] = field(default_factory=dict)
@@ -66,7 +70,8 @@ class Supervisor:
         self.cfg = config.load(self.folder / "config.yaml")
         assert self.cfg.nproc is not None
         self.world = self.cfg.nproc
-        self.attempt = archive(self.folder)
+        self.local = self.nodes.ranks(self.world) if self.nodes else range(self.world)  # ranks of this node
+        self.attempt = self.attempt or archive(self.folder)
         self.started = now()
         self.watches: dict[int, Watch] = {}
         scratch = Path(tempfile.mkdtemp(prefix=f"mfu-sweep-{os.getuid()}-"))
@@ -76,8 +81,11 @@ class Supervisor:
             (self.folder / "logs").mkdir(exist_ok=True)
             verdict = self._start(scratch) or self._watch(scratch)
             self._end_ranks(scratch)
+            decided, oom_killed = verdict is not None, _oom_kills() > oom_kills
             if verdict is None:
-                verdict = judge(list(self.ends.values()), _oom_kills() > oom_kills)
+                verdict = judge(list(self.ends.values()), oom_killed)
+            if self.nodes:
+                verdict = self._over_nodes(self.nodes, scratch, verdict, decided, oom_killed)
         except OSError as e:
             self._end_ranks(scratch)
             verdict = Verdict("crashed", f"{type(e).__name__}: {e}")
@@ -90,12 +98,21 @@ class Supervisor:
             shutil.rmtree(scratch, ignore_errors=True)
         return verdict
 
+    def _over_nodes(self, nodes: Nodes, scratch: Path, verdict: Verdict, decided: bool, oom_killed: bool) -> Verdict:
+        """Tell the other nodes how this one ended; on node 0 the verdict over all of them."""
+        ends = list(self.ends.values())
+        results = {str(r): _read(scratch / f"result-{r}.json") or {} for r in self.local}
+        nodes.end(verdict, decided, ends, results, ranks=self._ranks(), manifest=_read(scratch / "manifest.json"))
+        return nodes.judge(verdict, decided, ends, oom_killed) if nodes.node == 0 else verdict
+
     def _start(self, scratch: Path) -> Optional[Verdict]:
         rank = 0
         try:
-            for rank in range(self.world):
+            for local_rank, rank in enumerate(self.local):
                 self.watches[rank] = Watch(scratch, rank)
-                env = environment.rank_env(self.cfg, rank, rank, self.world, self.world)
+                env = environment.rank_env(self.cfg, rank, local_rank, self.world, len(self.local))
+                if self.nodes:
+                    env = self.nodes.env() | env
                 pid = self.starter.start(self.folder, scratch, env, self.folder / "logs" / f"rank{rank}.log")
                 self.pids[pid] = rank
         except OSError as e:
@@ -107,7 +124,7 @@ class Supervisor:
         began = time.monotonic()
         failed_at: Optional[float] = None
         self._status(Verdict("running", ""), {})
-        while len(self.ends) < self.world:
+        while len(self.ends) < len(self.local):
             for e in self.starter.wait(0.05, [self.stop.fd] if self.stop.fd >= 0 else []):
                 if e.pid not in self.pids:
                     continue
@@ -119,8 +136,15 @@ class Supervisor:
                 if e.code != 0:
                     failed_at = failed_at or time.monotonic()
             if self.stop.signum is not None:
+                if self.stop.meaning is not None:
+                    return self.stop.meaning()
                 return Verdict("interrupted", f"signal {signal.Signals(self.stop.signum).name}")
             now_ = time.monotonic()
+            if self.nodes:
+                if gone := self.nodes.look():
+                    return gone
+                if self.nodes.failed():
+                    failed_at = failed_at or now_
             if failed_at is not None and now_ - failed_at > GRACE_SECONDS:
                 return None
             if self.cfg.timeout is not None and now_ - began > self.cfg.timeout:
@@ -129,7 +153,7 @@ class Supervisor:
             if failed_at is None and (verdict := self._hang(scratch)):
                 self._stacks()
                 return verdict
-            lead = self.watches[0]
+            lead = self.watches[self.local[0]]
             self.on_progress(Progress(self.folder, lead.step, self.cfg.steps, lead.phase))
         return None
 
@@ -174,12 +198,14 @@ class Supervisor:
 
     def _summary(self, scratch: Path, verdict: Verdict) -> dict[str, Any]:
         """What only the run knows: rank 0's summary, and lists over ranks."""
-        results = [_read(scratch / f"result-{r}.json") or {} for r in range(self.world)]
+        results = [_read(scratch / f"result-{r}.json") or {} for r in self.local]
+        for other in self.nodes.told("results") if self.nodes else []:
+            results += [result for _, result in sorted(other.items(), key=lambda item: int(item[0]))]
         summary: dict[str, Any] = results[0].get("summary", {})
         if lead := _read(scratch / "summary.json"):
             summary = lead | summary
         for key in ("rank_peak_mem_gib", "rank_step_peak_mem_gib"):
-            if all(key in r for r in results):
+            if len(results) == self.world and all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
         failure = self.ends.get(verdict.rank) if verdict.rank is not None else None
         if verdict.status != "ok" and failure is not None:
@@ -189,12 +215,13 @@ class Supervisor:
         return summary
 
     def _manifest(self, scratch: Path) -> None:
-        if host := _read(scratch / "manifest.json"):
-            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host]})
+        host = _read(scratch / "manifest.json")
+        if host and self.local[0] == 0:
+            others = self.nodes.told("manifest") if self.nodes else []
+            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host, *others]})
 
-    def _status(self, verdict: Verdict, summary: dict[str, Any]) -> None:
-        running = verdict.status == "running"
-        ranks = [
+    def _ranks(self) -> list[dict[str, Any]]:
+        return [
             {
                 "rank": rank,
                 "pid": pid,
@@ -203,6 +230,12 @@ class Supervisor:
             }
             for pid, rank in self.pids.items()
         ]
+
+    def _status(self, verdict: Verdict, summary: dict[str, Any]) -> None:
+        if self.local[0] != 0:
+            return  # node 0 alone writes it
+        running = verdict.status == "running"
+        others = self.nodes.told("ranks") if self.nodes else []
         write_json(
             self.folder / "status.json",
             {
@@ -215,9 +248,10 @@ class Supervisor:
                 "supervisor": {"pid": os.getpid(), "host": socket.gethostname(), "started": process_start(os.getpid())},
                 "started": self.started,
                 "ended": None if running else now(),
-                "ranks": ranks,
+                "ranks": sum(others, self._ranks()),
                 "summary": summary,
-            },
+            }
+            | ({"job": self.job} if self.job else {}),
         )
 
 
@@ -241,7 +275,7 @@ def archive(folder: Path) -> int:
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
     old = [
         folder / n
-        for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous")
+        for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous", "nodes")
         if (folder / n).exists()
     ]
     if not old:

@@ -36,7 +36,9 @@ def as_text(value: object) -> str:
 
 
 #: run-level keys: one value for the whole sweep
-NOT_SWEPT = ("launch", "name", "out", "plan", "repeats", "retries", "prune", "max_failures", "code", "recipe", "sweeps")
+NOT_SWEPT = (
+    "launch", "name", "out", "plan", "repeats", "retries", "prune", "max_failures", "code", "cancel", "recipe", "sweeps",
+)  # fmt: skip
 
 
 def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[str]) -> Iterator[Point]:

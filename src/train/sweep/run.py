@@ -60,7 +60,9 @@ def install_signals() -> Stop:
     return stop
 
 
-def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str]) -> int:
+def sweep(
+    loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str], launcher: Any = None
+) -> int:
     """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
     composer = grid.Composer(loader, master)
     checked = points.checked(composer, grid.expand(loader, grids, arguments))
@@ -73,18 +75,22 @@ def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]],
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(checked) * run_cfg.repeats > 1
-    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    if run_cfg.cancel:
+        return launcher.cancel(run_cfg, say)  # type: ignore[no-any-return]
+    remote = launcher is not None  # a login node runs and imports nothing heavy
+    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not (run_cfg.plan or remote) else None
     try:
-        frozen = points.freeze_all(checked, probe_host(warm), len(os.sched_getaffinity(0)))
+        host = {} if remote else probe_host(warm)
+        frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
         if stop.signum:
             return 128 + stop.signum
-        return _run(run_cfg, frozen, warm, stop)
+        return _run(run_cfg, frozen, warm, stop, launcher)
     finally:
         if warm is not None:
             warm.close()
 
 
-def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop) -> int:
+def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop, launcher: Any) -> int:
     merged = sum(len(p.merged) for p in frozen)
     if merged:
         say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
@@ -100,14 +106,21 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
                 + (f"  ({p.invalid})" if p.invalid else "")
             )
         return 0
+    if launcher is not None:
+        launcher.check(cfg, frozen)
     path = folder.choose(cfg)
     command = shlex.join(["python", "-m", "train", *_user_arguments()])
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
         if not owned:
             return 128 + (stop.signum or signal.SIGINT)
         opened = folder.open_sweep(path, frozen, command, cfg.code)
-        executor = local.Local(opened, cfg, warm, stop, say)
-        executor.run()
+        if launcher is not None:
+            executor = launcher.executor(opened, cfg, stop, say)
+            if (code := executor.run()) is not None:
+                return int(code)
+        else:
+            executor = local.Local(opened, cfg, warm, stop, say)
+            executor.run()
     statuses = executor.statuses()
     report(path)
     return exit_code(statuses, stop)
