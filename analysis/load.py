@@ -17,6 +17,7 @@ from analysis.errors import BadInput
 from analysis.files import dig, flatten, number, read_json, read_yaml
 from analysis.scan import PointFolder, SweepFolder, find_sweeps
 from analysis.summary import summarise
+from analysis.usage import attempt_seconds, wall_seconds
 
 STATUSES = ("ok", "running", "pending", "oom", "infeasible", "invalid", "timeout", "crashed", "lost", "interrupted")
 # Part of the folder, not of what was trained (the trainer's identity leaves the same keys out).
@@ -100,6 +101,9 @@ def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config
         "in_grid": point.in_grid,
         "overrides": point.overrides,
         **_state(point, status),
+        "devices": number(config.get("nproc")),
+        "wall_s": wall_seconds(status),
+        "attempts_s": attempt_seconds(point.path),
         **provenance.columns(read_json(point.path / "manifest.json"), summary, config, status),
         **summarise(steps, summary, config),
     }

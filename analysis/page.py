@@ -59,7 +59,7 @@ class Content:
 def content(folder: Path, data: Data, ranked: Ranked, plots: list[Plot]) -> Content:
     """Collects the page from ranked rows; holds no time of day and no absolute path."""
     rows = ranked.rows
-    filled = [c for c in TABLE_COLUMNS if any(values(rows, c))]
+    filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c))]
     columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *filled]
     cells = list(zip(*(values(rows, c) for c in columns), strict=True))
     keys = list(zip(*(_sort_keys(rows, c) for c in columns), strict=True))

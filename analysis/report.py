@@ -19,7 +19,7 @@ def write_report(folder: Path | str) -> Path:
     folder = Path(folder)
     data = load(folder)
     ranked = rank(data)
-    plots = draw(ranked)
+    plots = draw(ranked, data.points)
     for plot in plots:
         replace(folder / "plots" / f"{plot.name}.svg", plot.svg)
         replace(folder / "plots" / f"{plot.name}.png", plot.png)

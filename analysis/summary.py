@@ -22,8 +22,8 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     Units: seconds, tokens/s over all ranks, percent, GiB. `log_median`, `log_error` and `df` are the estimate of
     tokens/s on the logarithm, from which intervals and ties follow.
     """
-    pace = steps.get("time/step")
-    if not np.isfinite(pace).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
+    seconds = pace = steps.get("time/step")
+    if not np.isfinite(seconds).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
         pace = 1 / steps.get("perf/throughput")
     timed = np.isfinite(pace) & (pace > 0)
     when = steady(pace[timed])
@@ -55,6 +55,10 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "dropped_why": when.why,
         "rho": fit.rho if fit else NAN,
         "damaged_lines": steps.damaged,
+        "steps_s": float(np.nansum(seconds)),
+        "dropped_s": float(seconds[timed][: when.start].sum()) if np.isfinite(seconds).any() else NAN,
+        "step_parts": _parts(kept),
+        "memory_by_kind": _kinds(summary),
         "digest": _digest(pace[timed]),
         **_device(kept),
         **_seconds(summary),
@@ -115,6 +119,19 @@ def _memory(steps: Metrics, summary: dict[str, Any]) -> dict[str, Any]:
         "capacity_gib": number(summary.get("capacity_gib")),
         "memory_kind": summary.get("memory_kind"),
     }
+
+
+def _parts(kept: dict[str, np.ndarray]) -> dict[str, float]:
+    """Median seconds of every timed part of a step (`time/comm`, `time/compute`, …), where communication is timed."""
+    parts = {k.removeprefix("time/"): _median(v) for k, v in kept.items() if k.startswith("time/") and k != "time/step"}
+    parts = {name: value for name, value in parts.items() if value == value}
+    return parts if set(parts) - {"data"} else {}
+
+
+def _kinds(summary: dict[str, Any]) -> dict[str, float]:
+    """`memory_by_kind_gib` of the summary: GiB of weights, gradients, … on the rank with the largest peak."""
+    kinds = dig(summary, "memory_by_kind_gib")
+    return {str(k): number(v) for k, v in kinds.items() if number(v) >= 0} if isinstance(kinds, dict) else {}
 
 
 def _device(kept: dict[str, np.ndarray]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.plots.series import Line, lines
-from analysis.plots.style import COLORS, INK, MARKERS, Plot, context, figure, finish, knob_axis, positions
+from analysis.plots.style import COLORS, INK, MARKERS, Plot, context, figure, finish, knob_axis, legend, numeric, positions, stem, thousands
 from analysis.rank import Ranked
 from analysis.text import title
 
@@ -20,21 +20,21 @@ def against(ranked: Ranked, x: str, y: str) -> Plot | None:
     with context():
         fig, ax = figure()
         for i, line in enumerate(drawn):
-            _draw(ax, line, i, at, x, y)
+            _draw(ax, line, (i, len(drawn)), _shifted(at, i, len(drawn), scale), x, y)
         knob_axis(ax, title(x), ordered, at, scale)
         _failed_marks(ax, drawn, at, x)
         ax.set_ylabel(title(y))
         if y == "tokens_per_s":
-            ax.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
-        _legend(ax, len(drawn))
-        heading = f"{title(y)} by {title(x)}"
+            ax.yaxis.set_major_formatter(thousands)
+        legend(fig, ax)
+        heading = f"{title(y).removesuffix(' %')} by {title(x)}"
         ax.set_title(heading)
         caption = "Median of the steady steps with its 95 % interval."
         if note:
             caption += f" Each point is the {note}."
         if any(len(line.failed) for line in drawn):
             caption += " × along the bottom: no result (out of memory or another failure)."
-        return finish(fig, f"{_stem(y)}_by_{_stem(x)}", heading, caption)
+        return finish(fig, f"{stem(y)}_by_{stem(x)}", heading, caption)
 
 
 def memory(ranked: Ranked, x: str) -> Plot | None:
@@ -48,19 +48,19 @@ def memory(ranked: Ranked, x: str) -> Plot | None:
     with context():
         fig, ax = figure()
         for i, line in enumerate(drawn):
-            _draw(ax, line, i, at, x, "peak_mem_gib", interval=False)
+            _draw(ax, line, (i, len(drawn)), _shifted(at, i, len(drawn), scale), x, "peak_mem_gib", interval=False)
         knob_axis(ax, title(x), ordered, at, scale)
         top = max(line.rows["peak_mem_gib"].max() for line in drawn)
         capacity_line(ax, ranked.rows["capacity_gib"], top)
         _failed_marks(ax, drawn, at, x)
         ax.set_ylabel("peak memory, GiB")
-        _legend(ax, len(drawn))
+        legend(fig, ax)
         heading = f"Peak memory by {title(x)}"
         ax.set_title(heading)
         kinds = set(ranked.rows["memory_kind"].dropna())
         caption = "Largest rank, inside the training steps" + (" (resident set of the process)." if kinds == {"rss"} else ".")
         caption += f" Each point is the {note} by tokens/s." if note else ""
-        return finish(fig, f"peak_memory_by_{_stem(x)}", heading, caption)
+        return finish(fig, f"peak_memory_by_{stem(x)}", heading, caption)
 
 
 def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
@@ -69,7 +69,7 @@ def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
     if not found:
         return
     capacity = float(found[0])
-    if capacity <= 4 * top:
+    if capacity <= 8 * top:
         ax.axhline(capacity, color=INK, linestyle="--", linewidth=1.2)
         ax.annotate(
             f"capacity {capacity:.4g} GiB", (0.01, capacity), xycoords=("axes fraction", "data"), xytext=(0, 3),
@@ -81,17 +81,33 @@ def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
         ax.set_ylim(0, top * 1.2)
 
 
-def _draw(ax: Axes, line: Line, i: int, at: dict[object, float], x: str, y: str, interval: bool = True) -> None:
+def _shifted(at: dict[object, float], i: int, count: int, scale: str) -> dict[object, float]:
+    """Beside each other on an axis of names, where lines would hide one another."""
+    shift = 0.5 * ((i + 0.5) / count - 0.5) if scale == "category" else 0.0
+    return {value: place + shift for value, place in at.items()}
+
+
+def _draw(
+    ax: Axes, line: Line, place: tuple[int, int], at: dict[object, float], x: str, y: str, interval: bool = True
+) -> None:
     rows = line.rows[line.rows[y].notna()]
     xs = [at[v] for v in rows[f"cfg:{x}"]]
     ys = rows[y].to_numpy(float)
+    i, count = place
     color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-    ax.plot(xs, ys, color=color, marker=marker, label=line.label or None)
+    under = min(count - 1 - i, 2)  # lines below others are wider: where two coincide, both are seen
+    joined = numeric(line.rows[f"cfg:{x}"])  # between names there is nothing to join
+    size = (5.0 if len(xs) <= 15 else 3.0) + 1.3 * under
+    style = "-" if joined else "none"
+    ax.plot(xs, ys, ls=style, color=color, marker=marker, label=line.label or None, lw=1.6 + 0.7 * under, ms=size)
     half = rows["half"].to_numpy(float)
     if interval and np.isfinite(half).any():
         half = np.nan_to_num(half)
-        errors = [ys * (1 - np.exp(-half)), ys * (np.exp(half) - 1)]
-        ax.errorbar(xs, ys, yerr=errors, fmt="none", ecolor=color, elinewidth=1.2, capsize=3)
+        low, high = ys * np.exp(-half), ys * np.exp(half)
+        if len(xs) > 15 and joined:
+            ax.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
+        else:
+            ax.errorbar(xs, ys, yerr=[ys - low, high - ys], fmt="none", ecolor=INK, elinewidth=1.0, capsize=3, zorder=4)
 
 
 def _failed_marks(ax: Axes, drawn: list[Line], at: dict[object, float], x: str) -> None:
@@ -102,14 +118,3 @@ def _failed_marks(ax: Axes, drawn: list[Line], at: dict[object, float], x: str) 
                 "×", (at[value], 0), xycoords=("data", "axes fraction"), xytext=(7 * (i - (len(drawn) - 1) / 2), 6),
                 textcoords="offset points", ha="center", color=COLORS[i % len(COLORS)], fontsize=12, fontweight="bold",
             )
-
-
-def _legend(ax: Axes, count: int) -> None:
-    if count > 1:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(count, 4))
-
-
-def _stem(name: str) -> str:
-    return name.replace(".", "_").replace("/", "_")
-
-

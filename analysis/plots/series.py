@@ -8,6 +8,7 @@ from analysis.rank import Ranked
 from analysis.text import cell, title
 
 MAX_LINES = 8
+VAGUE = ("none", "default", "auto", "true", "false", "full")  # values that mean nothing without their knob
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,26 @@ def lines(ranked: Ranked, x: str, prefer: str = "reduction") -> tuple[list[Line]
         note = "best over " + ", ".join(title(k) for k in others if k not in by)
     if not by:
         return [_line("", rows, x)], note
-    parts = rows.groupby([rows[f"cfg:{k}"].astype(str) for k in by], sort=True, dropna=False)
-    found = [_line(_label(by, part), part, x) for _, part in parts]
+    parts = [part for _, part in rows.groupby([rows[f"cfg:{k}"].astype(str) for k in by], sort=True, dropna=False)]
+    parts.sort(key=lambda part: [_order(part.iloc[0][f"cfg:{k}"]) for k in by])
+    found = [_line(label(by, part.iloc[0]), part, x) for part in parts]
     return [line for line in found if len(line.rows) or len(line.failed)], note
 
 
-def _label(by: list[str], part: pd.DataFrame) -> str:
-    first = part.iloc[0]
-    texts = [cell(first[f"cfg:{k}"]) for k in by]
-    # A word says what it is by itself (zero2o, layer); a number or a truth value needs its knob's name.
-    return ", ".join(
-        text if isinstance(first[f"cfg:{k}"], str) and not text.isdigit() and text not in ("none", "default") else f"{title(k)} {text}"
-        for k, text in zip(by, texts, strict=True)
-    )
+def _order(value: object) -> tuple[float, str]:
+    """Numbers by size, before text by name."""
+    is_number = pd.api.types.is_number(value) and not isinstance(value, bool)
+    return (float(str(value)), "") if is_number else (float("inf"), str(value))
+
+
+def label(knobs: list[str], row: pd.Series) -> str:
+    """The row's settings in few words: a word stands by itself (zero2o), a number needs its knob's name."""
+    words = []
+    for knob in knobs:
+        value, text = row[f"cfg:{knob}"], cell(row[f"cfg:{knob}"])
+        alone = isinstance(value, str) and text.lower() not in VAGUE and not text[:1].isdigit()
+        words.append(text if alone else f"{title(knob)} {text or 'unset'}")
+    return ", ".join(words) or str(row["point"])
 
 
 def _line(label: str, rows: pd.DataFrame, x: str) -> Line:

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#6F4E9C", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, GRID, FAILED = "#222222", "#DDDDDD", "#B22222"
-SIZE = (7.2, 4.2)  # inches
+SIZE = (5.8, 3.8)  # inches; small, so that the text can still be read on a telephone
 
 RC = {
     "font.family": "DejaVu Sans",  # matplotlib ships it, so that every machine draws the same
@@ -70,7 +71,15 @@ def finish(fig: Figure, name: str, title: str, caption: str) -> Plot:
     return Plot(name, title, caption, svg.getvalue(), png.getvalue())
 
 
-def context() -> object:
+def legend(fig: Figure, ax: Axes) -> None:
+    """Names of the lines below the axes, in as many columns as fit; nothing for a single one."""
+    handles, labels = ax.get_legend_handles_labels()
+    if len(labels) > 1:
+        widest = max(map(len, labels))
+        fig.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 72 // (widest + 8))))
+
+
+def context() -> Any:
     return matplotlib.rc_context(RC)
 
 
@@ -79,29 +88,47 @@ def numeric(values: pd.Series) -> bool:
     return not values.map(lambda v: isinstance(v, (bool, np.bool_))).any() and pd.to_numeric(values, errors="coerce").notna().all()
 
 
+def ordered_values(values: pd.Series) -> list[object]:
+    """Distinct values, numbers by size, anything else by name."""
+    distinct = values.drop_duplicates()
+    return sorted(distinct, key=float if numeric(distinct) else str)
+
+
+def stem(name: str) -> str:
+    """A column's name as part of a file name."""
+    return name.replace(".", "_").replace("/", "_")
+
+
+def thousands(value: float, _: object = None) -> str:
+    """Tick label of a large number."""
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:g}"
+
+
 def positions(values: Sequence[object]) -> tuple[dict[object, float], list[object], str]:
     """Where each distinct value of a knob goes on an axis, the values in order, and the scale.
 
-    `linear` or `log` for numbers (log2 where they span a factor of eight or more), `category` for text.
+    `linear` or `log` for numbers (log2 where few span a factor of eight or more), `category` for text.
     """
-    series = pd.Series(list(values), dtype=object).drop_duplicates()
+    series = pd.Series(list(values), dtype=object)
+    ordered = ordered_values(series)
     if not numeric(series):
-        ordered = sorted(series, key=str)
         return {v: float(i) for i, v in enumerate(ordered)}, ordered, "category"
-    ordered = sorted(series, key=float)
-    low, high = float(ordered[0]), float(ordered[-1])
-    return {v: float(v) for v in ordered}, ordered, "log" if low > 0 and high / low >= 8 else "linear"
+    few = len(ordered) <= 12
+    low, high = float(str(ordered[0])), float(str(ordered[-1]))
+    return {v: float(str(v)) for v in ordered}, ordered, "log" if few and low > 0 and high / low >= 8 else "linear"
 
 
 def knob_axis(ax: Axes, label: str, ordered: Sequence[object], at: dict[object, float], scale: str) -> None:
-    """Ticks at the values that were run; thinned out where there are many."""
+    """Ticks at the values that were run, as far as they fit."""
+    ax.set_xlabel(label)
     if scale == "log":
         ax.set_xscale("log", base=2)
-    shown = list(ordered) if len(ordered) <= 14 else [ordered[i] for i in np.linspace(0, len(ordered) - 1, 10).astype(int)]
-    names = [f"{v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else str(v) for v in shown]
-    long = scale == "category" and sum(map(len, names)) > 60
-    ax.set_xticks([at[v] for v in shown], names, rotation=30 if long else 0, ha="right" if long else "center")
-    ax.set_xticks([], minor=True)
     if scale == "category":
         ax.set_xlim(-0.5, len(ordered) - 0.5)
-    ax.set_xlabel(label)
+    elif len(ordered) > 12:
+        return  # too many to name: matplotlib's own ticks
+    shown = [ordered[i] for i in sorted(set(np.linspace(0, len(ordered) - 1, 24).astype(int)))]
+    names = [f"{v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else str(v) for v in shown]
+    crowded = sum(len(name) + 2 for name in names) > 58
+    ax.set_xticks([at[v] for v in shown], names, rotation=35 if crowded else 0, ha="right" if crowded else "center")
+    ax.set_xticks([], minor=True)

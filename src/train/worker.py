@@ -75,11 +75,12 @@ class Rank:
         model.init_weights(cfg.seed)
         recompute.apply(model, cfg.memory)
         if cfg.compile.name == "layer":
-            for layer in model.layers:
-                layer.compile()
+            model.compile_layers()
         self.dp = build(model, cfg, self.device, self.world, self.rank)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
+        if getattr(self.source, "repeated", False) and self.rank == 0:
+            print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
 
     def make_meter(self) -> Meter:

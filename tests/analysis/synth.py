@@ -24,6 +24,7 @@ class Point:
     status: str = "ok"
     reason: str = ""
     steps: int = 40
+    done: int | None = None  # lines written, where the run ended early
     noise: float = 0.01  # standard deviation of log step time
     phi: float = 0.0  # its lag-one autocorrelation
     warmup: tuple[float, ...] = (8.0, 1.6, 1.2)  # factors on the first steps
@@ -101,7 +102,7 @@ def metrics_lines(point: Point) -> list[str]:
     tokens = point.micro_batch * 2048 * point.nproc
     memory = point.memory_gib or 10 + 2.5 * point.micro_batch
     lines = []
-    for step, seconds in enumerate(step_times(point)):
+    for step, seconds in enumerate(step_times(point)[: point.done]):
         rate = tokens / seconds
         per_gpu = rate / point.nproc
         row = {
@@ -145,7 +146,7 @@ def write_point(folder: Path, point: Point) -> None:
         "rank_step_peak_mem_gib": [memory] * point.nproc,
         "memory_kind": "device",
         "capacity_gib": CAPACITY_GIB,
-        "seconds": {"start": 1.5, "build": 0.5, "compile": 6.0, "train": float(step_times(point).sum())},
+        "seconds": {"start": 1.5, "build": 0.5, "compile": 6.0, "train": float(step_times(point)[: point.done].sum())},
         "precision": "bf16",
         "leaf_root": "ab" * 32,
         "replay_match": True,
@@ -197,7 +198,7 @@ def standard_grid() -> list[Point]:
             rate = 40_000 + 4_000 * i + 3_000 * j
             points.append(Point(micro_batch, reduction, rate, seed=10 * i + j))
     oom = "out of memory on rank 1: 2.0 GiB requested, 0.7 GiB free"
-    points.append(Point(48, "zero2", status="oom", reason=oom, steps=1))
+    points.append(Point(48, "zero2", status="oom", reason=oom, done=1))
     points.append(Point(48, "zero2o", status="infeasible", reason=f"implied by {folder_name(points[-1])}"))
     points.append(Point(16, "zero2o", started=False))
     return points

@@ -1,4 +1,4 @@
-"""Rows are a pure function of (seed, step, global batch, row), whatever the layout; every token is a target once an epoch."""
+"""Rows are a pure function of (seed, step, global batch, row), whatever the layout; an epoch has every target once."""
 
 import itertools
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_rows_do_not_depend_on_how_they_are_shared_out(
 
     whole = fresh().batch(step, 0, global_batch)
     assert whole.shape == (global_batch, seq_len + 1) and whole.dtype == torch.int64
-    assert 0 <= whole.min() and whole.max() < 257
+    assert whole.min() >= 0 and whole.max() < 257
     edges = sorted({0, global_batch, *(c for c in cuts if c < global_batch)})
     used = fresh()
     used.batch(step + 7, 0, 1)  # what was asked before leaves no trace

@@ -133,7 +133,7 @@ def test_nothing_to_read_is_one_clear_line(tmp_path: Path, make: object, why: st
 def unprivileged() -> Iterator[Path]:
     """A folder that everyone may read, seen without root's right to read everything."""
     with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
+        Path(name).chmod(0o755)
         yield Path(name)
 
 

@@ -114,9 +114,9 @@ def train(rank: int, world: int, case: Case) -> Outcome:
         out.gradients.append(dp.full("exp_avg"))
         out.weights.append({k: v.clone() for k, v in dp.full_weights().items()})
     out.traffic = dp.traffic()
+    dp.close()  # waits for the weights that are still under way
     if case.reduction != "fsdp":
         out.model = {k: v.detach().clone() for k, v in model.named_parameters()}
-    dp.close()
     return out
 
 

@@ -13,15 +13,17 @@ def gradient_bytes(case: Case) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("reduction", "collective"), [("zero2", "all_to_all"), ("zero2o", "all_to_all"), ("zero2rs", "reduce_scatter")])
+@pytest.mark.parametrize(
+    ("reduction", "collective"), [("zero2", "all_to_all"), ("zero2o", "all_to_all"), ("zero2rs", "reduce_scatter")]
+)
 @pytest.mark.parametrize("grad_accum", (1, 2))
 def test_zero2_sends_all_but_its_own_slice(four: Ranks, reduction: str, collective: str, grad_accum: int) -> None:
-    case = Case(reduction, dtype="fp32", bucket_mib=25, steps=2, grad_accum=grad_accum)
+    case = Case(reduction, "fp32", model="odd", widths=(256, 256), bucket_mib=25, steps=2, grad_accum=grad_accum)
     gradients = gradient_bytes(case)
     for out in four.run(cases.train, case):
         assert set(out.traffic["bytes"]) == {collective, "all_gather"}
-        for nbytes in out.traffic["bytes"].values():  # gaps that align parameters add a little, in a small model
-            assert gradients * 3 / 4 <= nbytes <= 1.05 * gradients * 3 / 4
+        for nbytes in out.traffic["bytes"].values():  # the end is padded to equal, aligned slices
+            assert gradients * 3 / 4 <= nbytes <= 1.005 * gradients * 3 / 4
         assert set(out.traffic["exposed_s"]) == {collective, "norm", "all_gather"}
         assert all(seconds > 0 for seconds in out.traffic["exposed_s"].values())
         assert out.traffic["steps"] == 2

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # torch is imported by `build` alone: the sweeper reads train
 
 
 def build(cfg: Data, vocab: int, seq_len: int, global_batch: int, seed: int, device: "torch.device") -> "Text | Fake":
-    """The data of a run; `vocab` is the model's. Raises ConfigError for data that can't be read or has more token ids."""
+    """The data of a run. Raises ConfigError for data that can't be read or has more token ids than the model's `vocab`."""
     if cfg.name == "fake":
         from train.data.fake import Fake
 

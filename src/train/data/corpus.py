@@ -1,7 +1,7 @@
-"""The text behind data=text: which files, their content hash, the vocabulary. No torch, so that a sweep is checked early.
+"""The text behind data=text: which files, their content hash, the vocabulary. No torch: a sweep is checked before ranks.
 
-A document is one file; without data.path, one topic of CPython's pydoc_data.topics (real English that every Python has; it
-differs between Python versions, which the content hash shows).
+A document is one file; without data.path, one topic of CPython's pydoc_data.topics (real English that every Python has;
+it differs between Python versions, which the content hash shows).
 """
 
 import codecs
@@ -34,7 +34,8 @@ def files(cfg: Data) -> list[Path]:
     except FileNotFoundError:
         if path.is_symlink() or not glob.has_magic(str(path)):
             raise ConfigError("data.path", cfg.path, "is not there; valid: a UTF-8 file, a folder or a glob") from None
-        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207  # Path.glob takes no absolute pattern
+        found = [Path(name) for name in sorted(names)]
         found = [name for name in found if stat.S_ISREG(_stat(cfg, name).st_mode)]
         nothing = "matches no file; valid: a UTF-8 file, a folder or a glob"
     except OSError as error:
@@ -133,15 +134,15 @@ def _walk(cfg: Data, folder: Path, above: tuple[tuple[int, int], ...]) -> Iterat
     if here in above:
         raise ConfigError("data.path", cfg.path, f"{folder} is a symlink loop")
     try:
-        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
         raise _unreadable(cfg, folder, error) from None
-    for name in names:
-        mode = _stat(cfg, folder / name).st_mode
+    for entry in entries:
+        mode = _stat(cfg, entry).st_mode
         if stat.S_ISDIR(mode):
-            yield from _walk(cfg, folder / name, (*above, here))
+            yield from _walk(cfg, entry, (*above, here))
         elif stat.S_ISREG(mode):
-            yield folder / name
+            yield entry
 
 
 def _stat(cfg: Data, path: Path) -> os.stat_result:

@@ -9,7 +9,7 @@ POOL = 4  # batches that are taken in turn
 
 class Fake:
     """A pool of random batches. A rank makes the rows it asks for at their first use (in the first POOL steps, which are
-    warm-up) and hands out the same tensors after that: no host work and no copy in a step."""
+    warm-up) and gets the same tensors after that: no host work and no copy in a step."""
 
     def __init__(self, vocab: int, seq_len: int, seed: int, device: torch.device) -> None:
         self.vocab, self.seq_len, self.seed, self.device = vocab, seq_len, seed, device

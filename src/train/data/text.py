@@ -14,8 +14,9 @@ from train.data import corpus
 class Text:
     """Rows of real text on the CPU.
 
-    Row r of the stream is tokens r*seq_len .. (r+1)*seq_len: neighbours share one token, so each token is a target once an
-    epoch; the rest that fills no row is left out. A corpus shorter than one row is repeated until it fills one (`repeated`).
+    Row r of the stream is tokens r*seq_len .. (r+1)*seq_len: neighbours share one token, so each token is a target once
+    an epoch; the rest that fills no row is left out. A corpus shorter than one row is repeated until it fills one, and
+    `repeated` says so.
     """
 
     def __init__(self, cfg: Data, seq_len: int, global_batch: int, seed: int) -> None:

@@ -1,12 +1,12 @@
 """Floating-point operations of training one token. A multiply-add counts as two. No torch.
 
 Conventions (each counts matmuls only, and the backward of a matmul as two of its size):
-  mfu         6 N + 12 L H d T: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), attention counted over the whole
+  mfu         6 N + 12 L H d T: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), attention over the whole
               T x T square. N are the matmul parameters: the embedding lookup is none, the LM head is one.
   mfu_causal  the same with half the attention: what a causal kernel has to compute.
-  hfu         mfu plus what recompute really runs again, attention counted over the whole square too. Full recompute runs a
-              layer's forward again save its last matmul (w_down), whose output backward doesn't need. What a fused attention
-              kernel recomputes inside its own backward is counted in none of them.
+  hfu         mfu plus what recompute really runs again, attention over the whole square too. Full recompute runs a
+              layer's forward again save its last matmul (w_down), whose output backward doesn't need. What a fused
+              attention kernel recomputes inside its own backward is counted in none of them.
 """
 
 from train.config import ConfigError, Model

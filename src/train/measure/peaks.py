@@ -1,8 +1,8 @@
 """Peak FLOP/s of a device: the vendor's dense figure by torch's exact device name, or a measured matmul.
 
-Only exact names: the same chip is sold at other clocks and power limits, so a similar name is no evidence. Sources print
-sparse figures for tensor cores; the table holds half of those. GeForce cards accumulate bf16 and fp16 in fp32 at half rate,
-which is how training runs, so that rate is listed.
+Only exact names: the same chip is sold at other clocks and power limits, so a similar name is no evidence. Where a
+source prints tensor cores' sparse figure, the table holds half of it. GeForce cards accumulate bf16 and fp16 in fp32 at
+half rate, which is how training runs, so that rate is listed.
 """
 
 import statistics
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # torch is imported by `measure` alone
 
 @dataclass(frozen=True)
 class Peak:
+    """What MFU is measured against."""
+
     flops: float  # dense FLOP/s
     kind: str  # vendor | measured
     source: str
@@ -94,7 +96,7 @@ def lookup(device_name: str, dtype: str) -> Peak | None:
 
 
 def measure(device: "torch.device", dtype: "torch.dtype") -> Peak:
-    """A large square matmul on `device`, under the matmul settings in force: 2 n^3 over the median of at most 9 repeats."""
+    """A large square matmul on `device`, under the matmul settings in force: 2 n^3 over the median of some repeats."""
     import torch
 
     n = 8192 if device.type == "cuda" else 1024

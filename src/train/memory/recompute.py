@@ -1,7 +1,7 @@
 """memory.recompute: which activations backward computes again instead of keeping.
 
-Checkpointing sits inside the layer and compilation outside (`Transformer.compile_layers`): the compiled backward then holds
-the recomputation and leaves out what it doesn't need. Eager or compiled, a layer's last matmul (w_down) is not run again.
+Checkpointing sits inside the layer and compilation outside (`Transformer.compile_layers`): the compiled backward then
+holds the recomputation and leaves out what it doesn't need. Eager or compiled, w_down's matmul is not run again.
 """
 
 from train import config

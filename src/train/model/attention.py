@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, path: str) -> Tensor:
 def probe(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> Mapping[str, str | None]:
-    """Run every path forward and backward once on one short row: path → None if it accepts, else the kernel's reason."""
+    """Run every path once, forward and backward, on a short row: path → None if it accepts, else the kernel's reason."""
     return {path: _reason(path, device, dtype, heads, kv_heads, head_dim) for path in PATHS}
 
 

@@ -1,7 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Built under torch.device("meta"), then `.to_empty(device=...)` and `.init_weights(seed)`. Matrices are separate (no fused
-QKV or gate/up), so that no backward writes through a concatenation and every parallel layout can split them.
+Built under torch.device("meta"), then `.to_empty(device=...)` and `.init_weights(seed)`. Matrices are separate (no
+fused QKV or gate/up), so that no backward writes through a concatenation and every parallel layout can split them.
 """
 
 import math
@@ -18,6 +18,8 @@ from train.model.loss import lm_loss
 
 
 class Attention(nn.Module):
+    """Causal grouped-query attention: x [B, T, dim] → [B, T, dim]."""
+
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
@@ -108,8 +110,8 @@ class Transformer(nn.Module):
 def initial_value(cfg: config.Model, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
     """fp32 start of the whole parameter `name`, whatever shard of it a rank keeps and in which dtype.
 
-    Norms are ones, matrices normal(0, 0.02), and those that write to the residual stream smaller by sqrt(2 x layers), so
-    that its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+    Norms are ones, matrices normal(0, 0.02), and those that write to the residual stream smaller by sqrt(2 x layers),
+    so that its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
     """
     if len(shape) == 1:
         return torch.ones(shape, device=device)

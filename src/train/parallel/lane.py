@@ -14,7 +14,11 @@ IN_FLIGHT = 4  # packed buffers that wait for their collective; more only cost m
 
 
 class Lane:
-    """On a GPU, collectives and the sums after them are issued on a side stream at once. On a CPU, `wait` blocks."""
+    """On a GPU, what follows a collective is issued on the lane at once; on a CPU it is done when the result is fetched.
+
+    `ticket` turns a collective's work, and what was issued after it, into something to `redeem`: compute that follows comes
+    after it. The time that compute waits there is measured.
+    """
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -36,6 +40,23 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
+    def ticket(self, work: Any) -> Any:
+        """Call inside `beside`."""
+        if self._stream is None:
+            return work
+        work.wait()  # the lane waits, not the host
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def redeem(self, ticket: Any, collective: str) -> None:
+        """Compute that follows comes after the ticket's collective."""
+        with self._meter.waiting(collective):
+            if self._stream is None:
+                ticket.wait()
+            else:
+                torch.cuda.current_stream().wait_event(ticket)
+
     def hold(self, sent: Tensor) -> None:
         """Keep a buffer that compute made until the lane, as issued so far, is done with it.
 
@@ -51,16 +72,8 @@ class Lane:
             _, oldest = self._held.popleft()
             torch.cuda.current_stream().wait_event(oldest)
 
-    def wait(self, work: Any, collective: str) -> None:
-        """Until `work` is done: the lane on a GPU, the process on a CPU (measured)."""
-        if self._stream is not None:
-            work.wait()
-            return
-        with self._meter.waiting(collective):
-            work.wait()
-
     def join(self, collective: str) -> None:
-        """Compute that follows comes after all that was issued on the lane (measured on a GPU)."""
+        """Compute that follows comes after all that was issued on the lane."""
         if self._stream is not None:
             with self._meter.waiting(collective):
                 torch.cuda.current_stream().wait_stream(self._stream)

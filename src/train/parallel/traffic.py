@@ -58,7 +58,10 @@ class Meter:
 
     def report(self) -> dict[str, Any]:
         """{"bytes": {collective: sent by this rank in the last step}, "exposed_s": {collective: seconds in the newest step
-        that can be read, on a GPU one or two steps ago}, "exposed_s_mean": mean seconds a step over "steps" steps}."""
+        that can be read, on a GPU one or two steps ago}, "exposed_s_mean": mean seconds a step over "steps" steps}.
+
+        zero2*: weights gathered after a step are waited for in the next one and count there.
+        """
         self._collect()
         return {
             "bytes": self._last_bytes,

@@ -17,6 +17,7 @@ from train.parallel import collectives
 from train.parallel.adamw import AdamW, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
 from train.parallel.bucket import Bucket, make_buckets
+from train.parallel.gather import WeightGather
 from train.parallel.lane import Lane
 from train.parallel.traffic import Meter
 
@@ -30,12 +31,12 @@ class Zero2(DataParallel):
         self.module = model
         self.meter = Meter(device)
         self._world, self._device, self._optim = world, device, cfg.optim
-        self._scatter = cfg.reduction.name == "zero2rs"
+        self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank)
-        # the next forward needs the first parameters, which lie in the last buckets, first
-        self._updates = [_Update(group, cfg.optim) for group in _groups(list(reversed(self._buckets)))]
-        self._lane = Lane(device, meter=self.meter)
+        self._lane = Lane(device, self.meter)
+        self._gather = WeightGather(model, self._buckets, self._lane, self.meter)
+        self._updates = [_Update(group, cfg.optim) for group in _groups(self._gather.buckets)]
         self._queue: list[tuple[Bucket, Any, Tensor]] = []  # issued and not yet summed (CPU)
         self._missing = [0] * len(self._buckets)  # gradients that a bucket still waits for in this micro-batch
         self._next = 0  # buckets are issued in this one order on every rank, whatever the order of their gradients
@@ -74,23 +75,23 @@ class Zero2(DataParallel):
         bucket = self._buckets[self._next]
         self._next += 1
         sent = bucket.pack_grads()
-        self.meter.sent("reduce_scatter" if self._scatter else "all_to_all", sent.nbytes * (self._world - 1) // self._world)
+        self.meter.sent(self._collective, sent.nbytes * (self._world - 1) // self._world)
         with self._lane.beside():
-            if self._scatter:
+            if self._collective == "reduce_scatter":
                 received = sent.new_empty(1, bucket.shard)
                 work = collectives.reduce_scatter(received.view(-1), sent, async_op=True)
             else:
                 received = sent.new_empty(self._world, bucket.shard)
                 work = collectives.all_to_all(received.view(-1), sent, async_op=True)
             if self._lane.asynchronous:
-                self._sum(bucket, work, received)
+                work.wait()  # the lane waits, not the host
+                self._sum(bucket, received)
             else:
                 self._queue.append((bucket, work, received))
         self._lane.hold(sent)
 
-    def _sum(self, bucket: Bucket, work: Any, received: Tensor) -> None:
+    def _sum(self, bucket: Bucket, received: Tensor) -> None:
         """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
-        self._lane.wait(work, "reduce_scatter" if self._scatter else "all_to_all")
         if bucket.grad is None:
             bucket.grad = received[0].to(bucket.master.dtype, copy=True)
         else:
@@ -100,17 +101,17 @@ class Zero2(DataParallel):
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
+        self._gather.finish()  # of a block that this step's forward left out
         for bucket, work, received in self._queue:
-            self._sum(bucket, work, received)
+            self._lane.redeem(work, self._collective)
+            self._sum(bucket, received)
         self._queue.clear()
-        self._lane.join("reduce_scatter" if self._scatter else "all_to_all")
+        self._lane.join(self._collective)
         norm = self._norm() / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
-        gathers = []
         for update in self._updates:
             update.run(scale, lr)
-            gathers += self._gather(update.buckets)
-        self._finish(gathers)
+            self._gather.start(update.buckets)
         self.meter.end_step()
         return norm.to(self._buckets[0].master.dtype)
 
@@ -121,19 +122,6 @@ class Zero2(DataParallel):
         with self.meter.waiting("norm"):
             collectives.all_gather(parts, own)
         return parts.sum().sqrt()
-
-    def _gather(self, buckets: list[Bucket]) -> list[Any]:
-        """Start to hand the owners' slices of the weights to every rank."""
-        for bucket in buckets:
-            self.meter.sent("all_gather", bucket.own.nbytes * (self._world - 1))
-        with self._lane.beside():
-            return [collectives.all_gather(b.weight, b.own, async_op=True) for b in buckets]
-
-    def _finish(self, gathers: list[Any]) -> None:
-        with self._lane.beside():
-            for work in gathers:
-                self._lane.wait(work, "all_gather")
-        self._lane.join("all_gather")
 
     @torch.no_grad()
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
@@ -155,9 +143,10 @@ class Zero2(DataParallel):
     def _publish(self) -> None:
         for update in self._updates:
             update.publish()
-        self._finish(self._gather(self._buckets))
+        self._gather.start(self._gather.buckets)
 
     def close(self) -> None:
+        self._gather.close()
         for hook in self._hooks:
             hook.remove()
 

@@ -1,0 +1,16 @@
+"""GPU tests run where a GPU is; with REQUIRE_GPU=1 a missing one is a failure, so that a proof can't pass by skipping."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu or os.environ.get("REQUIRE_GPU") == "1":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
