@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this host, in a temporary folder: munged, slurmctld, slurmd n1 and n2; stopped to the last process.
+"""A real SLURM of two nodes on this host, in a temporary folder: munged, slurmctld, slurmd n1, n2; all stopped at the end.
 
     with Cluster(folder) as cluster:
         subprocess.run(["sinfo"], env=cluster.env())
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from filelock import FileLock
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue")
@@ -29,7 +30,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -49,7 +50,7 @@ MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
 MaxArraySize={max_array}
-KillWait=5
+KillWait=10
 SlurmdTimeout={slurmd_timeout}
 SlurmctldTimeout=30
 MessageTimeout=30
@@ -148,7 +149,9 @@ class Cluster:
 
     def ready(self) -> bool:
         """Both nodes take jobs."""
-        done = subprocess.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], env=self.env(), capture_output=True, text=True)
+        done = subprocess.run(
+            ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"], env=self.env(), capture_output=True, text=True
+        )
         return done.stdout.split() == ["idle", "idle"]
 
     def wait(self, condition: object, what: str, seconds: float = 60) -> None:
@@ -161,6 +164,16 @@ class Cluster:
                 raise TimeoutError(f"no {what} within {seconds} s\n" + "\n".join(tail))
             time.sleep(0.1)
 
+    def drain(self) -> None:
+        """Jobs are taken and wait."""
+        self.command("scontrol", "update", f"nodename={','.join(NODES)}", "state=drain", "reason=test")
+
+    def resume(self) -> None:
+        """Jobs start again."""
+        subprocess.run(
+            ["scontrol", "update", f"nodename={','.join(NODES)}", "state=resume"], env=self.env(), capture_output=True
+        )
+
     def jobs(self) -> list[str]:
         """Ids in the queue."""
         return self.command("squeue", "-h", "-r", "-o", "%i").split()
@@ -172,9 +185,13 @@ class Cluster:
         for node in NODES:
             if node not in self.daemons:
                 self.start_node(node)
-        self.wait(lambda: subprocess.run(["scontrol", "ping"], env=self.env(), capture_output=True).returncode == 0, "controller")
+        self.wait(
+            lambda: subprocess.run(["scontrol", "ping"], env=self.env(), capture_output=True).returncode == 0,
+            "controller",
+        )
         subprocess.run(["scancel", "--user", "root"], env=self.env())
         self.wait(lambda: not self.jobs(), "empty queue", 90)
+        self.resume()
         self.wait(self.ready, "two idle nodes", 90)
 
     def __exit__(self, *_: object) -> None:
@@ -209,13 +226,18 @@ class Cluster:
 
 @contextmanager
 def names_resolve() -> Iterator[None]:
-    """n1 and n2 in /etc/hosts, as on a cluster whose nodes know each other."""
-    hosts = Path("/etc/hosts")
-    before = hosts.read_text()
-    lines = "".join(f"127.0.0.1 {n}\n" for n in NODES if f" {n}\n" not in before)
-    if lines:
-        with open(hosts, "a") as f:
-            f.write(lines)
+    """n1 and n2 in /etc/hosts, as on a cluster whose nodes know each other, while any test process needs them."""
+    hosts, users = Path("/etc/hosts"), Path("/tmp/mfu-sweep-test-hosts")
+    lines = "".join(f"127.0.0.1 {n} # mfu-sweep tests\n" for n in NODES)
+    users.mkdir(exist_ok=True)
+    mine = users / str(os.getpid())
+    with FileLock(f"{users}.lock"):
+        mine.touch()
+        if lines not in hosts.read_text():
+            with open(hosts, "a") as f:
+                f.write(lines)
     yield
-    if lines:
-        hosts.write_text(hosts.read_text().replace(lines, ""))
+    with FileLock(f"{users}.lock"):
+        mine.unlink()
+        if not any(psutil.pid_exists(int(p.name)) for p in users.iterdir()):
+            hosts.write_text(hosts.read_text().replace(lines, ""))

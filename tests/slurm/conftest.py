@@ -40,9 +40,12 @@ def why_not() -> str | None:
 def session_cluster() -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="mfu-slurm-") as folder, names_resolve():
-        with Cluster(Path(folder) / "c") as cluster:
-            yield cluster
+    with (
+        tempfile.TemporaryDirectory(prefix="mfu-slurm-") as folder,
+        names_resolve(),
+        Cluster(Path(folder) / "c", max_array=11) as cluster,
+    ):
+        yield cluster
 
 
 @pytest.fixture
@@ -91,7 +94,12 @@ class Cli:
     def local(self, *args: str, timeout: float = 240) -> str:
         """The same on this machine."""
         done = subprocess.run(
-            self.args("launch=local", *args), env=self.env(), cwd=self.out, capture_output=True, text=True, timeout=timeout
+            self.args("launch=local", *args),
+            env=self.env(),
+            cwd=self.out,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -99,7 +107,8 @@ class Cli:
     def logs(self) -> str:
         """What the jobs said."""
         return "\n".join(
-            f"== {p.name}\n{p.read_text(errors='replace')[-3000:]}" for p in sorted(self.out.glob("*/.sweep/slurm/*/*.log"))
+            f"== {p.name}\n{p.read_text(errors='replace')[-3000:]}"
+            for p in sorted(self.out.glob("*/.sweep/slurm/*/*.log"))
         )
 
     def points(self, name: str) -> dict[str, dict[str, Any]]:
@@ -137,7 +146,7 @@ class Cli:
 
 @pytest.fixture
 def cli(cluster: Cluster, tmp_path: Path) -> Iterator[Cli]:
-    out = tmp_path / "out's dir \"q\""
+    out = tmp_path / 'out\'s dir "q"'
     out.mkdir()
     it = Cli(cluster, out)
     yield it

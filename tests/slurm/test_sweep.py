@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.slurm.conftest import Cli
 
 GRID = ("reduction=zero2o,zero2", "micro_batch=2,4,6", "nproc=2")
@@ -37,5 +35,6 @@ def test_six_points_on_one_node_and_on_two(cli: Cli) -> None:
     cli.local(*GRID, "name=here")
     here = losses(cli.out / "here")
     assert len(here) == 6 and all(len(v) == 3 for v in here.values())
+    assert list((cli.out / "two/.sweep/slurm").glob("*/*_5-1.log")), "logs of the second node"
     assert losses(cli.out / "two") == here
     assert losses(cli.out / "one") == here

@@ -76,7 +76,7 @@ def sweep(
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(checked) * run_cfg.repeats > 1
     if run_cfg.cancel:
-        return launcher.cancel(run_cfg, say)  # type: ignore[no-any-return]
+        return launcher.cancel(run_cfg, say)
     remote = launcher is not None  # a login node runs and imports nothing heavy
     warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not (run_cfg.plan or remote) else None
     try:

@@ -25,6 +25,7 @@ class Claim:
     name: str  # of the job: an id alone may be somebody else's by now
     log: Path
     gone: Optional[float] = None  # monotonic time since when the queue no longer has it
+    settled: bool = False  # whatever its status.json says now is final
 
     def active(self, entries: dict[str, queue.Entry]) -> bool:
         """Whether it waits or runs."""
@@ -74,6 +75,9 @@ class Claims:
 
     def settle(self, ended: Iterable[Claim], entries: dict[str, queue.Entry]) -> None:
         """A final status for points whose job has ended without one."""
+        ended = list(ended)
+        for c in ended:
+            c.settled = True
         open_ = [c for c in ended if self.status(c)["status"] in ("running", "pending")]
         unknown = {}
         states: dict[str, str] = {}

@@ -129,7 +129,7 @@ class Slurm:
                 entries = self._see(entries)
             for claim in list(self.waiting.values()):
                 kind = self.claims.kind(claim)
-                if kind in AGAIN and not self._settled(claim):
+                if kind in AGAIN and not claim.settled:
                     self._show(claim, kind, shown)
                     continue
                 del self.waiting[claim.folder]
@@ -165,12 +165,9 @@ class Slurm:
                 claim.gone = None
             elif claim.gone is None:
                 claim.gone = time.monotonic()
-        self.claims.settle([c for c in self.waiting.values() if self._settled(c)], entries)
+        over = [c for c in self.waiting.values() if c.gone is not None and time.monotonic() - c.gone > SETTLE_SECONDS]
+        self.claims.settle(over, entries)
         return entries
-
-    def _settled(self, claim: Claim) -> bool:
-        """Whether the job is over and whatever its supervisor wrote has arrived."""
-        return claim.gone is not None and time.monotonic() - claim.gone > SETTLE_SECONDS
 
     def _give_up(self, crash: str) -> None:
         """Cancel what has not started; those points stay pending and say why."""

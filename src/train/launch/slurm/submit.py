@@ -32,6 +32,8 @@ PASSING = re.compile(
     r"|SubmitJob(s)?(PerUser|PerAccount)?Limit|Zero Bytes were transmitted",
     re.IGNORECASE,
 )
+#: what --test-only says of a request that no node can meet, now or ever
+UNAVAILABLE = "Requested node configuration is not available"
 #: seconds between tries; the last fault is given back
 TRIES = (1.0, 2.0, 5.0, 15.0, 30.0)
 
@@ -101,7 +103,14 @@ def test_only(cfg: Train, points: list[Frozen]) -> None:
             if not there:
                 continue  # a dry run shows the scripts anywhere
             try:
-                _patiently(lambda: _run("sbatch", "--test-only", str(file)), lambda: None)  # noqa: B023 (called at once)
+                try:
+                    _sbatch("--test-only", str(file))
+                except SubmissionFailed as e:
+                    if UNAVAILABLE not in str(e):
+                        raise
+                    # also said of nodes that are only drained or down just now: a held job tells, it can't start
+                    job = _sbatch("--hold", "--parsable", "--output=/dev/null", str(file)).split(";")[0].strip()
+                    _run("scancel", job)
             except SubmissionFailed as e:
                 raise ConfigError("launch", _asked(cfg), f"SLURM refuses it: {e}") from None
 
@@ -113,6 +122,10 @@ def _asked(cfg: Train) -> str:
 
 def _sentence(words: str) -> str:
     return re.sub(r"^((allocation failure|sbatch: error|Batch job submission failed): )+", "", words.strip())
+
+
+def _sbatch(*args: str) -> str:
+    return _patiently(lambda: _run("sbatch", *args), lambda: None)
 
 
 def _run(*command: str) -> str:
