@@ -3,6 +3,7 @@
 import base64
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Content:
     definitions: list[tuple[str, str]] = field(default_factory=lambda: list(DEFINITIONS))
     command: str = ""
 
-    @property
+    @cached_property
     def numeric(self) -> list[bool]:
         """Which columns of the table are numbers throughout."""
         return [all(is_number(cells[i]) for cells, _, _ in self.rows) for i in range(len(self.header))]

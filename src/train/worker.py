@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import data
+from train import data, faults
 from train.config import ConfigError, Train, load
-from train.launch import process, rendezvous
+from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import flops, manifest, memory, peaks
-from train.measure.metrics import Meter, NonFinite
+from train.measure import flops, manifest, memory, peaks, telemetry
+from train.measure.metrics import Meter
 from train.memory import recompute
 from train.model import attention
 from train.model.transformer import Transformer
@@ -40,6 +40,7 @@ class Rank:
         self.world = int(os.environ["WORLD_SIZE"])
         self.heart = Heartbeat(scratch, self.rank)
         self.cfg: Train = load(folder / "config.yaml")
+        self.faults = faults.Injector(self.cfg.fault, self.rank)
         self.seconds: dict[str, float] = {}
 
     # ---- build -------------------------------------------------------------------------------------------------------
@@ -94,6 +95,7 @@ class Rank:
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=host_group,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
+            extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
 
     def _peak(self) -> dict[str, Any]:
@@ -162,11 +164,12 @@ class Rank:
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
         for step in range(self.cfg.steps):
+            self.heart.beat("train", step)
             before = meter.start(step)
-            loss, norm, data_s = self.train_step(step)
+            with self.faults.at(step, self.dp.module):
+                loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             meter.finish(before, last=False)
-            self.heart.beat("train", step, meter.slowest if step > 1 else 0.0)
             if step == 0:
                 self.mark("compile")
         meter.finish(meter.start(self.cfg.steps), last=True)
@@ -228,39 +231,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
     temp.replace(path)
 
 
-def kind_of(error: BaseException) -> str:
-    """oom | invalid | nonfinite | comm (may be the consequence of a peer's failure) | error."""
-    text = str(error)
-    if (
-        isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        or "out of memory" in text
-        or "can't allocate memory" in text
-    ):
-        return "oom"
-    if isinstance(error, ConfigError):
-        return "invalid"
-    if isinstance(error, NonFinite):
-        return "nonfinite"
-    words = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "gloo",
-        "NCCL",
-        "Socket",
-        "recvValue failed",
-    )
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in text for w in words)):
-        return "comm"
-    return "error"
-
-
 def run(folder: str, scratch: str) -> int:
     """Train the point as this rank; the exit code. Whatever goes wrong is recorded for the supervisor, with its time."""
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR1, all_threads=True, chain=False
-    )  # the supervisor asks a hanging rank for its stack
+    stack = open(stacks.file(Path(scratch), int(os.environ["RANK"])), "w")  # filled when the supervisor asks for it
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
+    process.volunteer_for_oom()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file in the run folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     rank = None
@@ -269,17 +245,8 @@ def run(folder: str, scratch: str) -> int:
         rank.run()
         return 0
     except BaseException as e:
-        at = time.monotonic()
-        first = str(e).strip().splitlines()[0] if str(e).strip() else ""
-        record = {
-            "kind": kind_of(e),
-            "type": type(e).__name__,
-            "message": first[:500],
-            "at": at,
-            "step": rank.heart.step if rank else -1,
-        }
-        number = os.environ["RANK"]
-        write(Path(scratch) / f"error-{number}.json", record)
+        record = failure.describe(e, rank.heart.step if rank else -1, getattr(rank, "device", None))
+        write(Path(scratch) / f"error-{os.environ['RANK']}.json", record)
         traceback.print_exc()
         return 1
     finally:

@@ -37,8 +37,8 @@ def settings(cfg: Train) -> dict[str, str]:
 
 
 def needs_cold_start(cfg: Train) -> list[str]:
-    """Names among env.* that Python, torch or OpenMP may read at import, which a forked rank can't honour."""
-    return sorted(k for k in cfg.env if not LATE.match(k))
+    """Names among the point's settings that Python, torch or OpenMP may read at import, which a fork can't honour."""
+    return sorted(k for k in settings(cfg) if not LATE.match(k))
 
 
 def base() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 import psutil
 
-from train.launch.classify import RankEnd, Verdict, judge
+from train.launch.classify import RankEnd, Verdict, failed, judge
 from train.sweep.freeze import write_json
 
 #: a node writes its counter so often
@@ -124,6 +124,14 @@ class Nodes:
             return min(decisions, key=lambda v: ORDER.index(v.status) if v.status in ORDER else -1)
         return judge(everyone, oom_killed)
 
+    def failure(self, rank: int) -> Optional[dict[str, Any]]:
+        """{rank, host, step, …} of a rank on another node, as it said when it ended."""
+        for seen in self.peers.values():
+            for d in seen.record.get("ends", []):
+                if d["rank"] == rank:
+                    return {"rank": rank, "host": seen.record["host"], "step": d["step"], **(d["error"] or {})}
+        return None
+
     def told(self, key: str) -> list[Any]:
         """What the other nodes said under `key` when they ended, in node order."""
         return [s.record[key] for _, s in sorted(self.peers.items()) if s.record.get(key)]
@@ -153,9 +161,7 @@ class Nodes:
 
 def _own_failure(end: RankEnd) -> bool:
     """A rank that failed by itself, not because a peer or its supervisor did."""
-    if end.killed:
-        return False
-    return end.error["kind"] != "comm" if end.error is not None else end.code not in (0, None)
+    return failed(end) and (end.error is None or end.error["kind"] != "comm")
 
 
 def interface(address: str) -> Optional[str]:

@@ -4,6 +4,7 @@ Reads one JSON message a line on stdin, answers on stdout. It never touches a de
 context. It dies with its supervisor, and its ranks die with it.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -11,6 +12,7 @@ import os
 import pkgutil
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -153,6 +155,11 @@ def _import_everything() -> None:
             ("train.sweep", "train.errors", "train.__main__")
         ):  # the command line's, with Hydra
             importlib.import_module(module.name)
+    # what a rank would import when it builds its model: Inductor and dynamo alone cost it 2 s
+    for name in ("torch._inductor.compile_fx", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
+        importlib.import_module(name)
+    with contextlib.suppress(OSError):
+        socket.gethostbyname(socket.gethostname())  # pulls in an encoding
 
 
 def main() -> None:

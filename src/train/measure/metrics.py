@@ -134,8 +134,9 @@ class Meter:
     def _check(self, step: int, row: torch.Tensor) -> None:
         for name, column in (("loss", 3), ("gradient norm", 4)):
             bad = (~row[:, column].isfinite()).nonzero().flatten().tolist()
-            if bad:
-                raise NonFinite(f"non-finite {name} at step {step}, first on rank {bad[0]}")
+            if bad:  # the norm is of the reduced gradient, so it is bad everywhere, whoever spoiled it
+                where = "on every rank" if column == 4 and len(bad) == self.world > 1 else f"first on rank {bad[0]}"
+                raise NonFinite(f"non-finite {name} at step {step}, {where}")
 
     def _write(self, step: int, seconds: float, row: torch.Tensor) -> None:
         rate = self.tokens_per_step / seconds

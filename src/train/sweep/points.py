@@ -44,8 +44,11 @@ def resolve_host(cfg: Train, host: dict[str, Any], cores: int) -> None:
         cfg.precision.name = "bf16" if cfg.device == "cuda" else "fp32"
 
 
-def resolve(cfg: Train) -> Optional[str]:
-    """Check the combination; fill in degrees, batch and the data's content. The reason when the point can't exist."""
+def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
+    """Check the combination; fill in degrees, batch and the data's content. The reason when the point can't exist.
+
+    `contents` holds hashes of data already read for this command.
+    """
     from train.parallel import mesh
 
     assert cfg.nproc is not None
@@ -54,7 +57,10 @@ def resolve(cfg: Train) -> Optional[str]:
     degrees = mesh.resolve(cfg, cfg.nproc)
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = degrees["dp_replicate"], degrees["dp_shard"]
     cfg.grad_accum, cfg.global_batch = validate.batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
-    cfg.data.content = corpus.content_hash(cfg.data)
+    source = (cfg.data.name, cfg.data.path, cfg.data.tokenizer)
+    if source not in contents:
+        contents[source] = corpus.content_hash(cfg.data)
+    cfg.data.content = contents[source]
     return None
 
 
@@ -72,16 +78,17 @@ def checked(composer: Composer, points: Iterator[Point]) -> list[tuple[Point, Tr
 def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], cores: int) -> list[Frozen]:
     """Resolved points in grid order, equal ones merged, repeats expanded. Raises ConfigError."""
     out: dict[str, Frozen] = {}
+    contents: dict[tuple[Any, ...], str] = {}
     for point, original in checked_points:
         for repeat in range(original.repeats):
-            cfg = copy.deepcopy(original)
+            cfg = copy.deepcopy(original) if original.repeats > 1 else original
             cfg.repeat = repeat
             if cfg.launch.name == "slurm":
                 resolve_host(cfg, *slurm.host(cfg))
-                invalid = resolve(cfg) or slurm.impossible(cfg)
+                invalid = resolve(cfg, contents) or slurm.impossible(cfg)
             else:
                 resolve_host(cfg, host, cores)
-                invalid = resolve(cfg)
+                invalid = resolve(cfg, contents)
             identity = freeze.identity(cfg)
             if identity in out:
                 out[identity].merged.append(point.overrides)

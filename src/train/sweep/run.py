@@ -17,13 +17,9 @@ from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
 from train.launch.supervisor import Stop
+from train.launch.tell import fill_standard_files, say
 from train.sweep import folder, grid, points, snapshot
 from train.sweep.store import PACKAGE
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, flush=True)
 
 
 def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
@@ -43,20 +39,27 @@ def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
 
 
 def install_signals() -> Stop:
-    """SIGINT, SIGTERM and SIGHUP set the flag; a second one kills at once."""
+    """SIGINT, SIGTERM and SIGHUP end the command at once while nothing is written, later by way of the flag.
+
+    A second one ends it at once too, save that a point whose end is being recorded (0.1 s) is recorded. What was ignored
+    from the start (nohup, a shell's background job) stays ignored.
+    """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stop = Stop(fd=read)
 
     def handler(signum: int, _: object) -> None:
-        stop.hard = stop.signum is not None
+        stop.count += 1
         stop.signum = stop.signum or signum
+        if stop.nothing_written or stop.count > 2 or (stop.count > 1 and not stop.busy):
+            os._exit(128 + stop.signum)  # server and ranks die with this process
         try:
             os.write(write, b"x")
         except BlockingIOError:
             pass
 
     for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(s, handler)
+        if signal.getsignal(s) != signal.SIG_IGN:
+            signal.signal(s, handler)
     return stop
 
 
@@ -64,6 +67,8 @@ def sweep(
     loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str], launcher: Any = None
 ) -> int:
     """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
+    fill_standard_files()
+    stop = install_signals()
     composer = grid.Composer(loader, master)
     checked = points.checked(composer, grid.expand(loader, grids, arguments))
     if not checked:
@@ -71,7 +76,6 @@ def sweep(
     run_cfg = checked[0][1]
     for name in environment.leftovers():
         say(f"ignored: {name}={environment.USER[name]} is left over from another launcher")
-    stop = install_signals()
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(checked) * run_cfg.repeats > 1
@@ -82,15 +86,20 @@ def sweep(
     try:
         host = {} if remote else probe_host(warm)
         frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
-        if stop.signum:
-            return 128 + stop.signum
-        return _run(run_cfg, frozen, warm, stop, launcher)
+        return _run(run_cfg, frozen, warm, stop, [g["uuid"] for g in host.get("gpus", [])], launcher)
     finally:
         if warm is not None:
             warm.close()
 
 
-def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop, launcher: Any) -> int:
+def _run(
+    cfg: Train,
+    frozen: list[points.Frozen],
+    warm: Optional[starters.Warm],
+    stop: Stop,
+    uuids: list[str],
+    launcher: Any,
+) -> int:
     merged = sum(len(p.merged) for p in frozen)
     if merged:
         say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
@@ -108,6 +117,7 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
         return 0
     if launcher is not None:
         launcher.check(cfg, frozen)
+    stop.nothing_written = False
     path = folder.choose(cfg)
     command = shlex.join(["python", "-m", "train", *_user_arguments()])
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
@@ -119,7 +129,7 @@ def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm],
             if (code := executor.run()) is not None:
                 return int(code)
         else:
-            executor = local.Local(opened, cfg, warm, stop, say)
+            executor = local.Local(opened, cfg, warm, stop, say, uuids)
             executor.run()
     statuses = executor.statuses()
     report(path)
@@ -150,6 +160,9 @@ def report(path: Path) -> None:
     import analysis.report
     import analysis.table
 
-    say("")
-    say(analysis.table.render(path))
-    say(f"\nreport: {os.path.relpath(analysis.report.write_report(path))}")
+    try:
+        say("")
+        say(analysis.table.render(path))
+        say(f"\nreport: {os.path.relpath(analysis.report.write_report(path))}")
+    except OSError as e:  # a full disk: the points' own files stand, and `python -m analysis report` makes it later
+        say(f"no report: {e}")

@@ -7,6 +7,7 @@ that are each fine can't be combined: the point is `invalid`, the others run.
 import math
 from typing import Optional
 
+from train import faults
 from train.config import ConfigError, Train
 from train.data import corpus
 from train.errors import nearest
@@ -51,6 +52,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
@@ -81,6 +83,7 @@ def values(cfg: Train) -> None:
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
@@ -159,6 +162,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:

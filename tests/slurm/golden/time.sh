@@ -10,9 +10,6 @@
 #SBATCH --signal=USR2@60
 #SBATCH --time=1-12:30:00
 
-# caches on the node's own disk: compilers lock and rename there, and users must not meet in one folder
-export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/mfu-sweep-$(id -u)/inductor}"
-export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/mfu-sweep-$(id -u)/triton}"
 export PYTHONPATH=/shared/outputs/s/.sweep/code-12345678"${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
 # one supervisor a node; it starts the ranks and always leaves with 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from train.config import ConfigError, Train
+from train.launch.classify import same_cause
 from train.launch.slurm import files, queue, submit
 from train.launch.slurm.claims import AGAIN, COMMENT, Claim, Claims, claims
 from train.launch.supervisor import Stop
@@ -50,7 +51,8 @@ class Slurm:
         out = []
         for point in sorted(self.sweep.points, key=lambda p: p.cfg.micro_batch * p.cfg.seq_len):
             status = self.status(point)
-            if point.folder in self.waiting or status["status"] in files.KEPT:
+            implied = status["status"] == "infeasible" and not self.cfg.prune  # now it is asked for
+            if point.folder in self.waiting or (status["status"] in files.KEPT and not implied):
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:
                 self.say(f"{point.folder}: {status['status']} too often; retries={self.cfg.retries} is used up")
@@ -81,6 +83,8 @@ class Slurm:
                 self.say(f"written: {submit.shell(path)}")
             self.say("nothing was submitted (launch.dry_run=true)")
             return 0
+        for point in todo:
+            folders.refresh_config(self.sweep.folder(point), point.cfg)
         failed = self._submit(plans)
         if not launch.wait:
             self.say(
@@ -138,7 +142,7 @@ class Slurm:
                 self.say(f"[{total - len(self.waiting)}/{total}] {claim.folder}  {status['status']}{why}")
                 crashes = [*crashes, str(status["reason"])] if status["status"] == "crashed" else []
                 last = crashes[-self.cfg.max_failures :]
-                if len(last) == self.cfg.max_failures and len(set(last)) == 1 and self.waiting:
+                if len(last) == self.cfg.max_failures and len({same_cause(c) for c in last}) == 1 and self.waiting:
                     self._give_up(last[0])
             time.sleep(1 if self.waiting else 0)
         if self.stop.signum is not None:

@@ -5,6 +5,7 @@ through plan files in that folder. It leaves with 0 whatever happened: how a poi
 """
 
 import importlib.metadata
+import json
 import os
 import signal
 import socket
@@ -18,22 +19,19 @@ from typing import Any, Optional
 
 from train import config
 from train.config import Train
-from train.launch import environment, starters
+from train.launch import environment, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
 from train.launch.slurm import files, queue
 from train.launch.supervisor import Stop, Supervisor, archive
+from train.launch.tell import say
+from train.measure.telemetry import Telemetry
 from train.sweep.freeze import write_json
 
 #: a node that hears nothing from node 0 for so long before a point leaves the job
 PLAN_SECONDS = 600.0
 #: SLURM may send the signal before the limit up to 60 s early (sbatch --signal)
 EARLY_SECONDS = 60.0
-
-
-def say(text: str) -> None:
-    """One line in the job's log."""
-    print(text, flush=True)
 
 
 @dataclass
@@ -77,12 +75,11 @@ class Job:
         self.ran = 0
         self.again: Optional[str] = None  # why the job should be requeued
         code = Path(__file__).resolve().parents[3]
-        self.starter: starters.Starter = starters.Cold(code)
-        if len(self.points) > 1 and self.told.warm:
-            warm = starters.Warm(code)
-            self.cold, self.starter = starters.Cold(code, frozenset({warm.process.pid})), warm
-        else:
-            self.cold = self.starter
+        self.warm = starters.Warm(code) if len(self.points) > 1 and self.told.warm else None
+        self.cold = starters.Cold(code, frozenset({self.warm.process.pid}) if self.warm else frozenset())
+        self.seen: Optional[dict[str, Any]] = None  # what probing this node showed
+        self.telemetry = Telemetry([])
+        scratch.remove_stale()
 
     # ---- signals -----------------------------------------------------------------------------------------------------
 
@@ -129,8 +126,8 @@ class Job:
                 attempt = self._agree(index, attempt)
             if attempt:
                 self._one(point, attempt)
-        if self.starter is not self.cold:
-            self.starter.close()
+        if self.warm is not None:
+            self.warm.close()
         if self.again and self.place.node == 0:
             self._requeue()
 
@@ -170,7 +167,32 @@ class Job:
             return f"torch is missing on {socket.gethostname()} ({sys.executable})"
         if self.told.torch and torch != self.told.torch:
             return f"torch {torch} on {socket.gethostname()}, submitted with {self.told.torch}"
+        return self._no_gpus(cfg) if cfg.device == "cuda" else None
+
+    def _no_gpus(self, cfg: Train) -> Optional[str]:
+        """What a look at the node's GPUs finds wrong; the first look also starts telemetry."""
+        assert cfg.nproc is not None
+        if self.seen is None:
+            try:
+                self.seen = self._probe()
+            except (EOFError, OSError, ValueError) as e:
+                return f"torch can't be used on {socket.gethostname()}: {e}"
+            self.telemetry = Telemetry([g["uuid"] for g in self.seen["gpus"]])
+        ranks, gpus = cfg.nproc // len(self.place.hosts), len(self.seen["gpus"])
+        if gpus < ranks:
+            why = f" ({self.seen['gpu_error']})" if self.seen["gpu_error"] else ""
+            return f"{gpus} GPUs are visible on {socket.gethostname()}, {ranks} are needed{why}"
         return None
+
+    def _probe(self) -> dict[str, Any]:
+        if self.warm is not None:
+            return self.warm.probe()
+        command = [sys.executable, "-m", "train.launch.probe"]
+        done = subprocess.run(command, env=starters.python_env(self.cold.code), capture_output=True, text=True)
+        if done.returncode:
+            raise OSError((done.stderr.strip().splitlines() or ["no output"])[-1])
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
 
     def _agree(self, index: int, attempt: int) -> int:
         """Node 0 tells the attempt's number, the others wait for it; 0: skip the point."""
@@ -192,10 +214,15 @@ class Job:
         if len(self.place.hosts) > 1:
             other = self.place.hosts[1 if self.place.node == 0 else 0]
             nodes = Nodes(folder, self.place.node, len(self.place.hosts), address_towards(other))
-        starter = self.cold if environment.needs_cold_start(cfg) else self.starter
+        starter: starters.Starter = self.cold
+        if self.warm is not None and not environment.needs_cold_start(cfg):
+            if not self.warm.alive():
+                self.warm.restart()
+            starter = self.warm
         supervisor = Supervisor(
-            folder, point.identity, starter, self.stop, self.told.code, attempt=attempt, nodes=nodes, job=self._record()
-        )
+            folder, point.identity, starter, self.stop, self.told.code, telemetry=self.telemetry, attempt=attempt,
+            nodes=nodes, job=self._record(),
+        )  # fmt: skip
         began = time.monotonic()
         verdict = supervisor.run()
         why = f": {verdict.reason}" if verdict.reason else ""

@@ -1,0 +1,30 @@
+"""Lines for the terminal. A closed terminal or a reader that has gone must not end a sweep of hours."""
+
+import os
+import sys
+
+
+def say(text: str) -> None:
+    """One line of progress on standard output; into nothing once nobody reads."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError, AttributeError):  # broken pipe, terminal gone, closed or no stdout
+        _silence()
+    except UnicodeEncodeError:
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+
+
+def _silence() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    sys.stdout = open(1, "w", closefd=False)
+
+
+def fill_standard_files() -> None:
+    """Descriptors 0, 1 and 2 that the caller closed become /dev/null, lest a pipe of ours gets their number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is `fd`
