@@ -49,12 +49,14 @@ class MfuSlurmLauncher(SlurmLauncher):
 
     def __call__(self, *args: Any, **kwargs: Any) -> JobReturn:
         """One job of another application. One result that does not unpickle loses those of all jobs in the parent."""
+        import cloudpickle  # submitit's own
+
         result = super().__call__(*args, **kwargs)
         try:
-            pickle.loads(pickle.dumps(result))
+            pickle.loads(cloudpickle.dumps(result))
         except Exception as e:
             value = result._return_value
-            result.return_value = RuntimeError(f"{type(value).__name__}: {value} (not picklable: {e})")
+            result.return_value = RuntimeError(f"{type(value).__name__}: {value} (does not unpickle: {e})")
         return result
 
 

@@ -30,7 +30,7 @@ def prepare(args: list[str]) -> list[str]:
         key, eq, value = arg.partition("=")
         if eq and key == "name" and PLAIN.fullmatch(value) and value != "null":
             arg = f"name='{value}'"
-        elif eq and key.startswith(("env.", "nccl.env.")):
+        elif eq and key.startswith(("env.", "nccl.env.", "launch.sbatch.")):
             parts = value.split(",")
             quoted = ",".join(f"'{p}'" for p in parts) if all(PLAIN.fullmatch(p) for p in parts) else value
             arg = f"++{key}={quoted}"  # a typed mapping is closed otherwise
