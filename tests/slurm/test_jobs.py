@@ -30,9 +30,9 @@ def test_dry_run_submits_nothing(cli: Cli) -> None:
     text = cli.run(
         "nproc=2,4,8", "seed=range(7)", "name=dry", "launch.dry_run=true", "launch.nodes=2", "launch.time=90"
     )
-    assert "21 points in 3 arrays" in text and "nothing was submitted" in text
+    assert "21 points in 2 arrays" in text and "nothing was submitted" in text
     scripts = sorted((cli.out / "dry/.sweep/dry-run").glob("*/submission.sh"))
-    assert len(scripts) == 3 and all("#SBATCH --nodes=2\n" in s.read_text() for s in scripts)
+    assert len(scripts) == 2 and all("#SBATCH --nodes=2\n" in s.read_text() for s in scripts)
     assert len(cli.points("dry")) == 21 and cli.states("dry") == ["pending"] * 21
     assert not cli.cluster.jobs()
     text = cli.run(
@@ -72,6 +72,12 @@ def test_bad_input_writes_nothing(cli: Cli) -> None:
     (cli.out / "t.j2").write_text("#!/bin/sh\n{{ nodess }}\n")
     text = cli.run("name=bad", "launch.template=t.j2", code=2)
     assert "launch.template=t.j2" in text and "nodess" in text
+    swept = subprocess.run(
+        cli.args("launch=local,slurm", "name=bad"), env=cli.env(), cwd=cli.out, text=True, capture_output=True
+    )
+    assert swept.returncode == 2 and "launch=local,slurm: belongs to the whole sweep" in swept.stderr
+    assert "hydra.launcher.nodes=2" in cli.run("hydra.launcher.nodes=2", "name=bad", code=2)
+    assert "name=bad" in cli.run("name=bad", "cancel=true", code=2)
     assert not (cli.out / "bad").exists()
 
 
@@ -92,6 +98,13 @@ def test_submitted_and_left_is_found_again(cli: Cli) -> None:
         assert len(cli.cluster.jobs()) == 2
         os.killpg(again.pid, signal.SIGKILL)
         assert "2 found in the queue" in again.communicate()[0]
+        again = cli.start(*args)
+        assert again.stdout is not None
+        cli.until(lambda: "2 found in the queue" in again.stdout.readline(), "second adoption")
+        os.kill(again.pid, signal.SIGINT)
+        text = again.communicate(timeout=60)[0]
+        assert again.returncode == 130 and "2 points stay in the queue" in text
+        assert len(cli.cluster.jobs()) == 2
     finally:
         cli.cluster.resume()
     text = cli.run(*args)
@@ -152,6 +165,38 @@ def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     assert first["status"] == "interrupted"
     old = (folder / "attempts/1/metrics.jsonl").read_text()
     assert 5 <= old.count("\n") < 100
+
+
+@pytest.mark.slow
+def test_a_packed_point_without_time_left_is_requeued(cli: Cli) -> None:
+    """With a limit of one minute every USR2 is the limit's: the second point had only what the first had left of it."""
+    p = cli.start(
+        "nproc=1", "steps=3,20000", "name=packed", "launch.time=1", "launch.signal_seconds=1", "launch.points_per_job=2"
+    )
+    (long,) = cli.until(lambda: [f for f in (cli.out / "packed").glob("steps-20000*") if f.is_dir()], "folders")
+
+    def trains(restart: int) -> dict[str, Any]:
+        def look() -> Any:
+            status = cli.points("packed")[long.name]
+            if (
+                status["status"] == "running"
+                and status["job"]["restart"] == restart
+                and (long / "metrics.jsonl").exists()
+            ):
+                return status
+            return None
+
+        return cli.until(look, f"the long point in start {restart}", 120)
+
+    cli.cluster.command("scancel", "--signal=USR2", trains(0)["job"]["raw"])
+    cli.cluster.command("scancel", "--signal=USR2", trains(1)["job"]["raw"])
+    text = p.communicate(timeout=120)[0]
+    assert p.returncode == 1
+    assert sorted(cli.states("packed")) == ["ok", "timeout"], text + cli.logs()
+    (first,) = attempts(long)
+    assert first["status"] == "interrupted" and "by 1 points before it" in first["reason"]
+    short = next(s for n, s in cli.points("packed").items() if n != long.name)
+    assert short["attempt"] == 1 and short["job"]["restart"] == 0
 
 
 @pytest.mark.slow
@@ -221,7 +266,7 @@ def test_the_snapshot_runs_whatever_happens_to_the_checkout(cli: Cli, tmp_path: 
 def test_three_identical_crashes_stop_the_sweep(cli: Cli) -> None:
     text = cli.run(
         "nproc=1",
-        "seed=range(8)",
+        "seed=range(30)",
         "name=crashes",
         "launch.python=/no/such/python",
         "launch.array_parallelism=1",

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def array(**more: Any) -> script.Array:
     values = {
-        "shape": Shape(1, 0, 2), "tasks": 6, "name": "mfu-sweep-ab12cd", "comment": "mfu-sweep:ab12cd34ef56",
+        "shape": Shape(1, 0), "tasks": 6, "name": "mfu-sweep-ab12cd", "comment": "mfu-sweep:ab12cd34ef56",
         "submission": Path("/shared/outputs/s/.sweep/slurm/ab12cd34ef56"),
         "code": Path("/shared/outputs/s/.sweep/code-12345678"),
     } | more  # fmt: skip
@@ -59,8 +59,8 @@ def test_golden(name: str) -> None:
 
 
 def test_golden_nodes_and_gpus() -> None:
-    compare("nodes", text({}, shape=Shape(2, 0, 1)))
-    compare("gpus_per_node", text({}, shape=Shape(2, 8, 8)))
+    compare("nodes", text({}, shape=Shape(2, 0)))
+    compare("gpus_per_node", text({}, shape=Shape(2, 8)))
     compare("chunk", text({"array_parallelism": 4}, after="17"))
 
 
@@ -153,17 +153,17 @@ def test_time_formats(limit: str, seconds: int | None) -> None:
 
 def test_shapes() -> None:
     cfg = train(gpus_per_node=8)
-    assert options.shape(cfg) == Shape(1, 8, 8)
+    assert options.shape(cfg) == Shape(1, 8)
     cfg.nproc = 16
-    assert options.shape(cfg) == Shape(2, 8, 8)
+    assert options.shape(cfg) == Shape(2, 8)
     cfg.nproc = 4
-    assert options.shape(cfg) == Shape(1, 4, 4)
+    assert options.shape(cfg) == Shape(1, 4)
     cfg.nproc = 12
-    assert options.shape(cfg) == Shape(2, 6, 6)
+    assert options.shape(cfg) == Shape(2, 6)
     cfg.nproc = 9
     assert "multiple of the nodes" in (options.impossible(cfg) or "")
     cfg = train(gpus_per_node=4, nodes=1)
     assert "launch.gpus_per_node=4" in (options.impossible(cfg) or "")
     cfg = train(nodes=2)
     cfg.nproc, cfg.device = 2, "cpu"
-    assert options.shape(cfg) == Shape(2, 0, 1)
+    assert options.shape(cfg) == Shape(2, 0)

@@ -1,5 +1,6 @@
 """Which points of a sweep are queued or running, from its folder and SLURM's queue; and how those ended that no longer are."""
 
+import re
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Claims:
                 continue  # runs elsewhere
             if not started and "job" in status:
                 continue  # was settled before
-            verdict = queue.verdict(c.job, states.get(c.job), started, _last_line(c.log))
+            verdict = queue.verdict(states.get(c.job), started, _last_line(c.log))
             if started:
                 files.end(folder, status, verdict.status, verdict.reason)
             else:
@@ -133,5 +134,5 @@ def _last_line(log: Path) -> str:
         except OSError:
             continue
         if said := [line.strip() for line in lines if line.strip()]:
-            return said[-1][:300]
+            return re.sub(r"^slurmstepd-\S+: error: ", "", said[-1])[:300]
     return ""

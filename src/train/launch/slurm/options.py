@@ -36,7 +36,6 @@ class Shape:
 
     nodes: int
     gpus: int  # per node; 0: CPUs only
-    ranks: int  # per node
 
 
 def seconds(limit: str) -> Optional[int]:
@@ -124,7 +123,7 @@ def shape(cfg: Train) -> Shape:
             cfg.nproc,
             f"needs {ranks} GPUs on each of {nodes} nodes, launch.gpus_per_node={launch.gpus_per_node}",
         )
-    return Shape(nodes, ranks if cfg.device == "cuda" else 0, ranks)
+    return Shape(nodes, ranks if cfg.device == "cuda" else 0)
 
 
 def impossible(cfg: Train) -> Optional[str]:

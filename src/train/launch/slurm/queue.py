@@ -116,25 +116,26 @@ def ended(jobs: dict[str, str]) -> dict[str, str]:
     return states
 
 
-def verdict(job: str, state: Optional[str], started: bool, log: str = "") -> Verdict:
-    """How a point ended that has no final status though its job `state` has ended; None: nobody knows any more."""
+def verdict(state: Optional[str], started: bool, log: str = "") -> Verdict:
+    """How a point ended that has no final status though its job has ended, in `state`; None: nobody knows any more.
+
+    Reasons name no job, so that points that end alike say the same; status.json has the job.
+    """
     if state is None:
         if started:
-            return Verdict("lost", f"job {job} is gone and its supervisor ended without a word")
-        return Verdict("interrupted", f"job {job} left the queue before the point started")
+            return Verdict("lost", "the job is gone and its supervisor ended without a word")
+        return Verdict("interrupted", "the job left the queue before the point started")
     kind = ENDED[state]
     if started:
         why = "ended without a word" if kind == "lost" else "was ended"
         memory = " (host memory)" if kind == "oom" else ""
-        return Verdict(kind, f"job {job} is {state}{memory}; its supervisor {why}")
+        return Verdict(kind, f"the job is {state}{memory}; its supervisor {why}")
     if state in ("COMPLETED", "FAILED"):
-        return Verdict(
-            "crashed",
-            f"infrastructure: job {job} is {state} before its supervisor started" + (f": {log}" if log else ""),
-        )
+        said = f": {log}" if log else ""
+        return Verdict("crashed", f"infrastructure: the job is {state} before its supervisor started{said}")
     if kind == "interrupted":
-        return Verdict(kind, f"job {job} was {state.lower()} before the point started")
-    return Verdict("pending", f"job {job} is {state} before the point started")
+        return Verdict(kind, f"the job was {state.lower()} before the point started")
+    return Verdict("pending", f"the job is {state} before the point started")
 
 
 def active(job: str) -> bool:
