@@ -27,14 +27,8 @@ class MfuSlurmLauncher(SlurmLauncher):
 
     def check(self, cfg: "Train", points: list["Frozen"]) -> None:
         """Before anything is written: the template renders and SLURM would take it. Raises ConfigError."""
-        from train.config import ConfigError
         from train.launch.slurm import submit
 
-        assert self.config is not None
-        for override in self.config.hydra.overrides.hydra:
-            key, _, value = str(override).lstrip("+").partition("=")
-            if key.startswith("hydra.launcher.") or key == "hydra/launcher":
-                raise ConfigError(key, value, "is not used here: SLURM settings are launch.*")
         submit.test_only(cfg, [p for p in points if not p.invalid])
 
     def executor(self, sweep: "Sweep", cfg: "Train", stop: "Stop", say: Callable[[str], None]) -> "Slurm":

@@ -65,7 +65,7 @@ class Parallelism:
     """Degrees of the mesh; their product is nproc."""
 
     name: str = "???"
-    dp_replicate: int = -1  # data-parallel copies of the state; -1: what is left of nproc (ddp), else 1
+    dp_replicate: int = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
     dp_shard: int = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
 
 
@@ -75,7 +75,7 @@ class Reduction:
 
     name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
     bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
-    accumulate: Optional[str] = None  # zero2*: reduce `once` a step, or after `every` micro-batch
+    accumulate: Optional[str] = None  # zero2*, fsdp: reduce `once` a step, or after `every` micro-batch
     reshard_after_forward: Optional[bool] = None  # fsdp: free gathered weights after forward
 
 

@@ -22,6 +22,7 @@ from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, memory, peaks, telemetry
 from train.measure.metrics import Meter
+from train.measure.trace import Trace
 from train.memory import recompute
 from train.model import attention
 from train.model.transformer import Transformer
@@ -163,9 +164,11 @@ class Rank:
 
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
+        self.trace = Trace(self.cfg.profile, self.cfg.steps, self.folder, self.rank, self.device)
         for step in range(self.cfg.steps):
             self.heart.beat("train", step)
             before = meter.start(step)
+            self.trace.before(step)
             with self.faults.at(step, self.dp.module):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
@@ -197,6 +200,7 @@ class Rank:
             "params": flops.param_count(cfg.model),
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
+            "profiled_steps": self.trace.steps,
             "traffic": self.dp.traffic(),
         }
 
@@ -207,7 +211,9 @@ class Rank:
             write(self.scratch / "manifest.json", manifest.collect(self.device))
         rendezvous.gloo_interface()
         if self.world > 1:
-            rendezvous.join(self.folder, self.rank, self.world, self.device, self.cfg.launch.first_step_timeout)
+            # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
+            limit = self.cfg.launch.first_step_timeout + 60
+            rendezvous.join(self.folder, self.rank, self.world, self.device, limit)
         self.mark("start")
         self.build()
         meter = self.make_meter()
@@ -219,6 +225,7 @@ class Rank:
         write(self.scratch / f"result-{self.rank}.json", result)
         self.heart.beat("end")
         self.dp.close()
+        self.trace.write()
         if self.world > 1:
             dist.barrier()  # a rank that leaves early looks like a failure to its peers
             dist.destroy_process_group()

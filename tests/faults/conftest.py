@@ -1,8 +1,7 @@
-import os
-import tempfile
 from collections.abc import Iterator
 
 import pytest
+
 from tests.faults.lab import Lab
 
 

@@ -145,13 +145,17 @@ class Lab:
 class Command:
     """`python -m train -m …` with a mark in its environment, by which whatever it leaves behind is found."""
 
-    def __init__(self, out: Path, *args: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any):
+    def __init__(
+        self, out: Path, *args: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None, **popen: Any
+    ):
         self.mark = f"MFU_TEST_MARK={uuid.uuid4()}"
         out.mkdir(parents=True, exist_ok=True)
         self.temp = out / ".tmp"  # locks and scratch folders of its own: tests run side by side
         self.temp.mkdir(exist_ok=True)
         name, _, value = self.mark.partition("=")
-        full = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
+        full = (
+            os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
+        )
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
         self.began = time.monotonic()
         self.process = subprocess.Popen(

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_every_kind_of_fault_then_resume(tmp_path: Path, reduction: str) -> None
         return
     again = sweep(tmp_path, *args, "retries=0")  # all attempts are used up: nothing runs, nothing changes
     assert again.code == 1 and "retries=0 is used up" in again.output
-    assert {n: s["attempt"] for n, s in statuses(tmp_path / "f").items()} == {n: 1 for n in found}
+    assert {n: s["attempt"] for n, s in statuses(tmp_path / "f").items()} == dict.fromkeys(found, 1)
     third = sweep(tmp_path, *args, "retries=1")
     assert third.code == 1
     for name, status in statuses(tmp_path / "f").items():
@@ -128,7 +129,9 @@ def test_second_signal_and_signal_while_composing(tmp_path: Path) -> None:
     command.nothing_left()
     assert sorted(s.get("status", "pending") for s in statuses(tmp_path / "t").values()) == ["interrupted", "pending"]
     composing = Command(tmp_path / "c", "name=c", *TINY, "seed=range(0,20000)")
-    wait_for("signals are handled", lambda: _catches_sigint(composing.process.pid) or composing.process.poll() is not None)
+    wait_for(
+        "signals are handled", lambda: _catches_sigint(composing.process.pid) or composing.process.poll() is not None
+    )
     composing.process.send_signal(signal.SIGINT)
     composing.finish()
     assert composing.code == 130, composing.output
@@ -259,3 +262,33 @@ def test_closed_output_does_not_end_a_sweep(tmp_path: Path) -> None:
     closed = sweep(tmp_path, "name=q", *TINY, "steps=3", wrap=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
     assert closed.code == 0
     assert {s["status"] for s in statuses(tmp_path / "q").values()} == {"ok"}
+
+
+@pytest.mark.slow
+def test_terminal_closed(tmp_path: Path) -> None:
+    """A live view on a terminal that is closed: the point is interrupted, exit code 129, no traceback on the way."""
+    import pty
+
+    mark = f"MFU_TEST_MARK={tmp_path}"
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TERM": "xterm", "TMPDIR": str(tmp_path)}
+    env.pop("NO_COLOR", None)
+    args = ["-m", "train", "-m", f"out={tmp_path}", "name=h", *TINY, "steps=1000000", "seed=0,1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, *args], env | dict([mark.split("=", 1)]))
+    os.set_blocking(terminal, False)
+
+    def trains() -> bool:
+        try:
+            os.read(terminal, 65536)  # a full terminal would stop the view
+        except OSError:
+            pass
+        return running(tmp_path / "h") is not None
+
+    wait_for("the first point trains", trains)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    found = sorted(s.get("status", "pending") for s in statuses(tmp_path / "h").values())
+    assert found == ["interrupted", "pending"]

@@ -32,6 +32,7 @@ def test_dry_run_submits_nothing(cli: Cli) -> None:
     )
     assert "21 points in 2 arrays" in text and "nothing was submitted" in text
     scripts = sorted((cli.out / "dry/.sweep/dry-run").glob("*/submission.sh"))
+    assert all("--exclude='n[7-9]'" in s.read_text() and "--mail-type=END,FAIL" in s.read_text() for s in scripts)
     assert len(scripts) == 2 and all("#SBATCH --nodes=2\n" in s.read_text() for s in scripts)
     assert len(cli.points("dry")) == 21 and cli.states("dry") == ["pending"] * 21
     assert not cli.cluster.jobs()

@@ -16,6 +16,8 @@ from train.measure import memory
 from train.measure.metrics import NonFinite
 
 GIB = 2**30
+#: descriptors that one step of a library (an event loop, a socket with its pair) opens at a time
+SPARE_FILES = 10
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 #: how a collective's error reads on the rank whose peer has gone
 _COMM = (
@@ -69,6 +71,18 @@ def memory_now(device: Optional[torch.device], text: str) -> dict[str, Any]:
             out["free_gib"] = int(line.split()[1]) * 1024 / GIB
     out["total_gib"] = memory.capacity(torch.device("cpu"))
     return out
+
+
+def _limited(error: BaseException) -> bool:
+    """Did the rank run into a limit on processes or open files? Libraries often lose the system's own error."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) or "can't start new thread" in str(
+        error
+    ):
+        return True
+    try:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir()) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+    except OSError:  # not even one more for the listing
+        return True
 
 
 def _size(gib: float) -> str:

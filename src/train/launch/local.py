@@ -75,7 +75,7 @@ class Local:
         self.telemetry = Telemetry((uuids or []) if cfg.device != "cpu" else [])
         self.estimate = Estimate()
         self.on_progress: Callable[[Progress], None] = lambda _: None
-        self.known: dict[str, dict[str, Any]] = {}  # identity → status of points that are decided
+        self.known: dict[str, dict[str, Any]] = {}  # identity → status
 
     def order(self) -> list[Frozen]:
         """Cheapest first along the knobs that memory grows with; with repeats, shuffled so that drift can't align with one."""
@@ -86,13 +86,15 @@ class Local:
         return sorted(self.sweep.points, key=lambda p: p.cfg.micro_batch * p.cfg.seq_len)
 
     def status(self, point: Frozen) -> dict[str, Any]:
-        """The point's status.json; a decided one is read once."""
+        """The point's status.json, read once: under the sweep's lock nobody else writes it."""
         known = self.known.get(point.identity)
         if known is None:
-            known = folders.status_of(self.sweep.folder(point), point.identity)
-            if known["status"] in KEPT:
-                self.known[point.identity] = known
+            known = self.known[point.identity] = folders.status_of(self.sweep.folder(point), point.identity)
         return known
+
+    def _forget(self, point: Frozen) -> None:
+        """Its status.json has been written."""
+        self.known.pop(point.identity, None)
 
     def statuses(self) -> list[str]:
         """Of this command's points."""
@@ -107,7 +109,7 @@ class Local:
             if status["status"] == "running":
                 self._lose(point, status)
             if status["status"] == "infeasible" and not self.cfg.prune:
-                del self.known[point.identity]  # it was only implied; now it is asked for
+                pass  # it was only implied; now it is asked for
             elif status["status"] in KEPT:
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:
@@ -124,6 +126,7 @@ class Local:
         self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
         lost = status | {"status": "lost", "reason": "the supervisor ended without a word"}
         freeze.write_json(self.sweep.folder(point) / "status.json", lost)
+        self._forget(point)
 
     def run(self) -> None:
         """All points that are left, until done, stopped, over budget, or `max_failures` identical crashes in a row."""
@@ -159,6 +162,7 @@ class Local:
                 return rest, f"budget.hours={self.cfg.budget.hours:g} is used up"
             began = time.monotonic()
             verdict = self._one(point)
+            self._forget(point)
             crashes = [*crashes, verdict.reason] if verdict.status == "crashed" else []
             status = self.status(point)
             self.estimate.add(point.cfg, status)
@@ -193,6 +197,7 @@ class Local:
                 continue
             try:
                 folders.write_status(self.sweep.folder(p), p.identity, "pending", f"not started: {reason}", sync=False)
+                self._forget(p)
             except (
                 OSError
             ):  # a full or read-only disk may be the very reason; a point without status.json is pending too
@@ -237,6 +242,7 @@ class Local:
             same = p.cfg.grad_accum == point.cfg.grad_accum or p.cfg.global_batch == point.cfg.global_batch
             if larger and same and _all_else(p) == key and self.status(p)["status"] not in KEPT:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
+                self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
 
 

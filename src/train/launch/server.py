@@ -125,6 +125,9 @@ class Server:
             self.say(started=pid)
         elif message["do"] == "probe":
             self.probe()
+        elif message["do"] == "import":
+            importlib.import_module(message["name"])
+            gc.freeze()
         elif message["do"] == "clean":
             self.clean()
 
@@ -152,11 +155,11 @@ def _import_everything() -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
     for module in pkgutil.walk_packages(train.__path__, "train."):
         if not module.name.startswith(
-            ("train.sweep", "train.errors", "train.__main__")
+            ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
         ):  # the command line's, with Hydra
             importlib.import_module(module.name)
-    # what a rank would import when it builds its model: Inductor and dynamo alone cost it 2 s
-    for name in ("torch._inductor.compile_fx", "torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
+    # what a rank would import when it builds its model: dynamo alone costs it 2 s
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
         importlib.import_module(name)
     with contextlib.suppress(OSError):
         socket.gethostbyname(socket.gethostname())  # pulls in an encoding

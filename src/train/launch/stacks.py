@@ -16,7 +16,8 @@ STACK_SECONDS = 2.0
 #: NCCL's monitor looks at its pipe once a second
 RECORDER_SECONDS = 3.0
 _WAITING = re.compile(
-    r"distributed_c10d|c10d_logger|_engine_run_backward|in synchronize|in wait\b|launch/rendezvous|parallel/lane|all_reduce|all_gather"
+    r"distributed_c10d|c10d_logger|_engine_run_backward|in synchronize|in wait\b|launch/rendezvous|parallel/lane"
+    r"|all_reduce|all_gather"
 )
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 

@@ -110,7 +110,7 @@ class Warm:
     """Forks of train.launch.server."""
 
     def __init__(self, code: Path) -> None:
-        self.code = code
+        self.code, self.compiles = code, False
         process.adopt_orphans()
         self.restart()
 
@@ -123,6 +123,14 @@ class Warm:
         )  # fmt: skip
         self.buffer = b""
         self.exits: list[Exit] = []
+        self.answered = False
+        if self.compiles:
+            self.will_compile()
+
+    def will_compile(self) -> None:
+        """Points use torch.compile: import Inductor once, 1 s, before the first fork."""
+        self.compiles = True
+        self._send({"do": "import", "name": "torch._inductor.compile_fx"})
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -153,6 +161,7 @@ class Warm:
             got = self._receive(None, [])
             assert got is not None
             if reply in got:
+                self.answered = True
                 return got
             self.exits.append(Exit(got["exit"], got["code"], got["at"]))
 
@@ -201,6 +210,8 @@ class Warm:
     def close(self) -> None:
         """See Starter."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.answered:  # still importing torch, and it has no rank: bad input shall not wait for that
+            self.process.kill()
         try:
             self.process.stdin.close()
         except BrokenPipeError:

@@ -1,5 +1,6 @@
 """Lines for the terminal. A closed terminal or a reader that has gone must not end a sweep of hours."""
 
+import io
 import os
 import sys
 
@@ -19,6 +20,29 @@ def _silence() -> None:
     os.dup2(null, 1)
     os.close(null)
     sys.stdout = open(1, "w", closefd=False)
+
+
+class Unbreakable(io.TextIOBase):
+    """Standard output for a live view that goes on writing when the terminal is gone."""
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except (OSError, ValueError, AttributeError):
+            _silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError, AttributeError):
+            _silence()
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+    def fileno(self) -> int:
+        return 1
 
 
 def fill_standard_files() -> None:

@@ -60,13 +60,17 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
                 swept.append(False)
                 continue
             bare = key.lstrip("+~")
+            typed = (o.input_line or "").partition("=")[2]
             if bare in NOT_SWEPT or bare.startswith(("launch.", "budget.")):
-                raise ConfigError(bare, o.get_value_element_as_str(), "belongs to the whole sweep and can't be swept")
+                raise ConfigError(bare, typed, "belongs to the whole sweep and can't be swept")
             if not o.is_discrete_sweep():
-                raise ConfigError(
-                    bare, o.get_value_element_as_str(), "must list its values: a,b,c, range(…) or glob(…)"
-                )
-            choices.append([f"{key}={v}" for v in o.sweep_string_iterator()])
+                raise ConfigError(bare, typed, "must list its values: a,b,c, range(…) or glob(…)")
+            try:
+                choices.append([f"{key}={v}" for v in o.sweep_string_iterator()])
+            except (ValueError, TypeError) as e:  # range(1,2,0)
+                raise ConfigError(bare, typed, f"is not a list of values: {e}") from None
+            if not choices[-1]:
+                raise ConfigError(bare, typed, "has no values")
             swept.append(True)
         for combo in itertools.product(*choices):
             yield Point(list(combo), [c.lstrip("+~") for c, s in zip(combo, swept, strict=True) if s])

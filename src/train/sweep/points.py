@@ -8,6 +8,7 @@ from typing import Any, Optional
 from train import config
 from train.config import ConfigError, Train
 from train.data import corpus
+from train.launch import environment
 from train.launch.slurm import options as slurm
 from train.sweep import freeze, validate
 from train.sweep.grid import Composer, Point
@@ -29,10 +30,14 @@ class Frozen:
 def resolve_host(cfg: Train, host: dict[str, Any], cores: int) -> None:
     """Fill in device, nproc and precision from what this host has. Raises ConfigError for what it doesn't have."""
     gpus = len(host.get("gpus", []))
+    if cfg.device != "cpu":
+        validate.visible_gpus(gpus)
     if cfg.device == "auto":
         cfg.device = "cuda" if gpus else "cpu"
     if cfg.device == "cuda" and not gpus:
+        hidden = environment.USER.get("CUDA_VISIBLE_DEVICES")
         why = f" ({host['gpu_error']})" if host.get("gpu_error") else ""
+        why += f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else ""
         raise ConfigError("device", "cuda", f"no CUDA device is visible here{why}; use device=cpu or auto")
     limit = gpus if cfg.device == "cuda" else max(8, 4 * cores)
     what = "visible GPUs" if cfg.device == "cuda" else f"ranks for {cores} cores"
