@@ -85,8 +85,9 @@ def torchtitan(micro_batch: int, peers: str) -> dict[str, Any] | None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    head = "| run | reduction | recompute | nccl | micro-batch | step ms | tokens/s | MFU % | MFU causal % | in-step peak GiB / rank | exposed % |"
-    lines = [head, "|" + "---|" * 11]
+    names = ("run", "reduction", "recompute", "nccl", "micro-batch", "step ms", "tokens/s", "MFU %", "MFU causal %")
+    head = [*names, "in-step peak GiB / rank", "exposed %"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
         if r["status"] != "ok" or "step_s" not in r:
             cells = [r[k] for k in ("sweep", "reduction", "recompute", "nccl", "micro_batch")]
@@ -148,6 +149,9 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
+    p.add_argument(
+        "--parts", default="grid,single,peer,nccl,replay", help="which parts to run; others are read if there"
+    )
     args = p.parse_args()
     began = time.monotonic()
     steps = f"steps={args.steps}"
@@ -156,10 +160,12 @@ def main() -> None:
         return args.budget - (time.monotonic() - began) > need
 
     peer = []
-    for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
-        shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
-    train("dp2", "sweeps=dp2_reductions", steps).wait()
-    if left(60):
+    parts = args.parts.split(",")
+    if "grid" in parts:
+        for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
+            shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
+        train("dp2", "sweeps=dp2_reductions", steps).wait()
+    if "single" in parts and left(60):
         pair = [
             train(
                 f"single{i}",
@@ -174,11 +180,11 @@ def main() -> None:
         ]
         for run in pair:
             run.wait()
-    if args.peers and left(90):
+    if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
-    if left(60):
+    if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
-    if left(100):
+    if "replay" in parts and left(100):
         train(
             "dp2_replay",
             *DENSE,
@@ -187,9 +193,9 @@ def main() -> None:
             "reduction=zero2,zero2o",
             "nccl=default,pcie",
             "replay=true",
-            "steps=6",
+            "steps=4",
         ).wait()
-    if args.peers and left(70):
+    if "peer" in parts and args.peers and left(70):
         peer += [r for r in [torchtitan(8, args.peers)] if r]
     results = [r for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1") for r in rows(name)]
     said = claims(results, peer)
