@@ -21,7 +21,7 @@ from train.sweep.store import conf_dir, register
 @pytest.fixture(scope="module")
 def loader() -> Iterator[ConfigLoaderImpl]:
     Plugins.instance()  # registers the kinds of config source
-    register(ConfigStore.instance())
+    register(ConfigStore.instance(), "")
     path = ConfigSearchPathImpl()
     path.append("main", f"file://{conf_dir()}")
     path.append("hydra", "pkg://hydra.conf")

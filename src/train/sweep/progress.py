@@ -84,7 +84,8 @@ class View:
 
     def __enter__(self) -> Self:
         if live_terminal():
-            self.live = Live(console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=4, transient=True)
+            console = Console(file=Unbreakable())
+            self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4, transient=True)
             self.live.start()
         return self
 
