@@ -89,9 +89,8 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [head, "|" + "---|" * 11]
     for r in results:
         if r["status"] != "ok" or "step_s" not in r:
-            lines.append(
-                f"| {r['sweep']} | {r['reduction']} | {r['recompute']} | {r['nccl']} | {r['micro_batch']} | {r['status']}: {r['reason']} |"
-            )
+            cells = [r[k] for k in ("sweep", "reduction", "recompute", "nccl", "micro_batch")]
+            lines.append(f"| {' | '.join(map(str, cells))} | {r['status']}: {r['reason']} |")
             continue
         memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
         exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
@@ -129,7 +128,7 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
         r = grid.get(("dp2", "zero2o", "none", "default", p["mb"]))
         if r:
             out.append(
-                f"zero2o / torchtitan FSDP at micro_batch {p['mb']}: {r['tokens_per_s'] / p['tok_s']:.3f} ({p['tok_s']:,} tokens/s)"
+                f"zero2o / torchtitan FSDP ({p['tok_s']:,} tokens/s) at micro_batch {p['mb']}: {r['tokens_per_s'] / p['tok_s']:.3f}"
             )
     replays = [r for r in results if r["sweep"] == "dp2_replay"]
     for r in replays:

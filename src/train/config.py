@@ -140,15 +140,56 @@ class Hardware:
 
 
 @dataclass
+class Round:
+    """Local steps between exchanges of weights, over `parallelism.dp_replicate` islands."""
+
+    name: str = "none"  # none | delta
+    inner_steps: int = 1  # steps an island takes by itself; `steps` is a multiple of it
+    topk: float = 1.0  # share of a delta's elements that is sent; what is not sent now is sent later
+    bits: int = 32  # of a sent element: 32 | 8 | 4
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0  # Nesterov
+
+
+@dataclass
+class Checkpoint:
+    """Sharded, synchronous checkpoints in the point's folder; a rerun of the point goes on from the newest."""
+
+    every: Optional[int] = None  # steps; null: none
+    keep: int = 2  # complete ones that are kept
+
+
+@dataclass
 class Launch:
     """Where and how ranks are started."""
 
-    name: str = "???"  # local
+    name: str = "???"  # local | slurm
     warm: bool = True  # fork ranks from a server that has imported torch
     first_step_timeout: float = 600.0  # seconds without a heartbeat until step 2 (imports, compile, autotune)
     hang_seconds: float = (
         10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
     )
+    # launch=slurm only; docs/slurm.md
+    nodes: Optional[int] = None  # nodes of a point; null: as many as nproc GPUs need, 1 on CPUs
+    gpus_per_node: Optional[int] = None  # GPUs that a node has; null: points run on CPUs
+    cpus: Optional[int] = None  # CPUs of a point on each node
+    memory: Optional[str] = None  # host memory on each node: 64G
+    time: Optional[str] = None  # limit of a job: minutes, H:MM:SS or D-HH:MM:SS
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    qos: Optional[str] = None
+    constraint: Optional[str] = None
+    exclude: Optional[str] = None  # nodes to keep away from
+    sbatch: dict[str, str] = field(default_factory=dict)  # any other option: launch.sbatch.reservation=x
+    array_parallelism: Optional[int] = None  # tasks that run at once; null: as many as the cluster gives
+    points_per_job: int = 1  # points that one task runs one after the other, from one warm server
+    wait: bool = True  # stay and show progress; false: submit and leave
+    dry_run: bool = False  # write scripts and configurations, submit nothing
+    template: Optional[str] = None  # a Jinja2 file in place of the package's default.sbatch.j2
+    setup: list[str] = field(default_factory=list)  # shell lines before the ranks start: modules, an environment
+    python: Optional[str] = None  # interpreter in the job, a shell word; null: this one's path
+    signal_seconds: int = 60  # USR2 comes so long before the time limit
+    requeues: int = 3  # times that a job is requeued after preemption or a dead node
 
 
 @dataclass
@@ -174,6 +215,8 @@ class Train:
     optim: Optim = field(default_factory=Optim)
     hardware: Hardware = field(default_factory=Hardware)
     launch: Launch = field(default_factory=Launch)
+    round: Round = field(default_factory=Round)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     micro_batch: int = 4  # rows a data-parallel rank handles per forward
     grad_accum: Optional[int] = None  # micro-batches a step; null: 1, or what global_batch asks for
@@ -185,6 +228,8 @@ class Train:
     nproc: Optional[int] = None  # ranks; null: all visible GPUs, 2 on a CPU
     env: dict[str, str] = field(default_factory=dict)  # environment of the ranks
     profile: bool = False  # keep a trace of two late steps per rank
+    replay: bool = False  # run the same steps again, here and in a fresh process, and compare them bit for bit
+    deterministic: Optional[bool] = None  # torch's deterministic kernels; null: with replay only
     repeat: int = 0  # which of `repeats` (resolved)
     fault: Optional[str] = None  # KIND@rank:step: something that breaks on purpose (train.faults)
 
@@ -199,11 +244,14 @@ class Train:
     prune: bool = True  # points larger than one that ran out of memory become infeasible
     max_failures: int = 3  # identical crashes in a row that stop the sweep
     code: Optional[str] = None  # new: continue a sweep whose code has changed since
+    fabric: Optional[bool] = None  # measure links and collectives, once a host and sweep; null: on GPUs only
+    cancel: bool = False  # launch=slurm: cancel what the sweep `name` still has in the queue, and stop
 
 
 #: keys that do not change what a rank computes, so they are no part of a point's identity
 NOT_IDENTITY = (
     "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code",
+    "cancel", "fabric",
 )  # fmt: skip
 
 
