@@ -254,7 +254,9 @@ class Supervisor:
                 )
         if verdict.status == "crashed" and end is not None:
             tail = _tail(self.logs / f"rank{end.rank}.log")
-            if (end.error or {}).get("limits") or any(word in tail for word in LIMIT_WORDS):
+            if own := (end.error or {}).get("limits"):
+                verdict.reason += own
+            elif any(word in tail for word in LIMIT_WORDS):
                 verdict.reason += limits.named()
         return verdict
 
