@@ -269,8 +269,8 @@ def test_ten_thousand_runs(tmp_path):
         point.config = {"seed": i // 100}
     folder = write_sweep(tmp_path / "s", points)
     code = (
-        "import resource; from analysis.table import render; text = render(%r); print(text.splitlines()[-1]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)" % str(folder)
+        f"import resource; from analysis.table import render; text = render({str(folder)!r}); print(text.splitlines()[-1]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
     census, memory = done.stdout.splitlines()
