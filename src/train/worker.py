@@ -22,7 +22,7 @@ from train.launch import process, rendezvous
 from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, memory, peaks
 from train.measure.metrics import Meter, NonFinite
-from train.memory import recompute
+from train.memory import levers
 from train.model import attention
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
@@ -73,7 +73,7 @@ class Rank:
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
-        recompute.apply(model, cfg.memory)
+        levers.apply(model, cfg.memory, self.device)
         if cfg.compile.name == "layer":
             model.compile_layers()
         self.dp = build(model, cfg, self.device, self.world, self.rank)
@@ -87,7 +87,7 @@ class Rank:
         """FLOPs, peak and the host-side group that step times travel over."""
         cfg = self.cfg
         assert cfg.global_batch is not None
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute)
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, self.attention)
         self.peak = self._peak()
         host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
