@@ -1,5 +1,7 @@
 """What ranks run: a few optimizer steps of a small model, and what came of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from train.parallel.build import DTYPES, build, param_dtype
 
 ROWS = 8  # global batch
 SEQ = 6
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Case:
     clip_norm: float | None = 0.05  # below the norms met here: clipping happens
     beta1: float = 0.0  # the first moment is then the clipped gradient itself
     lr: float = 1e-2
+    device: str = "cpu"  # cuda: GPU number `rank`
 
 
 @dataclass
@@ -105,28 +109,44 @@ def rows(step: int) -> tuple[Tensor, Tensor]:
 def train(rank: int, world: int, case: Case) -> Outcome:
     """Run `case` as one of `world` ranks, each with its rows of the global batch."""
     cfg = configuration(case)
-    model = make_model(case, cfg)
-    dp = build(model, cfg, torch.device("cpu"), world, rank)
+    device = torch.device(case.device, rank) if case.device == "cuda" else CPU
+    model = make_model(case, cfg).to(device)
+    dp = build(model, cfg, device, world, rank)
     out = Outcome()
     for step in range(case.steps):
-        out.losses.append(one_step(dp, rank, world, case, step))
-        out.norms.append(float(dp.step(case.lr)))
-        out.gradients.append(dp.full("exp_avg"))
-        out.weights.append({k: v.clone() for k, v in dp.full_weights().items()})
+        out.losses.append(one_step(dp, rank, world, case, step, device))
+        with no_host_synchronisation(device):
+            norm = dp.step(case.lr)
+        out.norms.append(float(norm))
+        out.gradients.append({k: v.cpu() for k, v in dp.full("exp_avg").items()})
+        out.weights.append({k: v.cpu() for k, v in dp.full_weights().items()})
     out.traffic = dp.traffic()
     dp.close()  # waits for the weights that are still under way
     if case.reduction != "fsdp":
-        out.model = {k: v.detach().clone() for k, v in model.named_parameters()}
+        out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
 
 
-def one_step(dp: Any, rank: int, world: int, case: Case, step: int) -> float:
+def one_step(dp: Any, rank: int, world: int, case: Case, step: int, device: torch.device = CPU) -> float:
     """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows."""
-    tokens, targets = (t.chunk(world)[rank].chunk(case.grad_accum) for t in rows(step))
-    total = 0.0
+    tokens, targets = (t.chunk(world)[rank].to(device).chunk(case.grad_accum) for t in rows(step))
+    losses = []
     for i in range(case.grad_accum):
-        with dp.micro_step(i, case.grad_accum):
+        with no_host_synchronisation(device), dp.micro_step(i, case.grad_accum):
             loss = dp.module(tokens[i], targets[i]) / case.grad_accum
             loss.backward()
-        total += float(loss.detach())
-    return total
+        losses.append(loss.detach())
+    return float(sum(losses))
+
+
+@contextmanager
+def no_host_synchronisation(device: torch.device) -> Iterator[None]:
+    """On a GPU, an operation inside that makes the host wait raises."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

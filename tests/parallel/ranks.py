@@ -1,7 +1,8 @@
-"""Real gloo ranks that stay up for a whole test session and run one case after the other."""
+"""Real ranks that stay up for a whole test session and run one case after the other."""
 
 import multiprocessing
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,34 +17,51 @@ CASE_SECONDS = 60.0  # a case that takes longer hangs
 
 
 class Ranks:
-    """`world` processes with an initialised gloo group. Use as a context manager."""
+    """`world` processes with an initialised group: gloo for "cpu", NCCL and a GPU each for "cuda". A context manager."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, device: str = "cpu") -> None:
+        self.world, self.folder, self.device = world, folder, device
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        self.starts = 0
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")  # torch is imported once, for all ranks
         context.set_forkserver_preload(["tests.parallel.cases"])
-        self.world = world
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world):
+        store = str(self.folder / f"store{self.starts}")
+        self.starts += 1
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(rank, world, str(folder / f"store{world}"), theirs), daemon=True)
+            process = context.Process(target=_rank, args=(rank, self.world, store, self.device, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """case(rank, world, ...) on every rank at once; what they return, by rank. Raises what a rank raised."""
+        """case(rank, world, ...) on every rank at once; what they return, by rank. Raises what a rank raised.
+
+        After a failure the next case gets fresh processes.
+        """
+        what = f"{case.__name__}{args} {kwargs}"
+        if not self.processes:
+            self._start()
         for pipe in self.pipes:
             pipe.send((case, args, kwargs))
-        results = []
+        results, failures = [], []
+        deadline = time.monotonic() + CASE_SECONDS
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(CASE_SECONDS):
-                self.close()
-                raise AssertionError(f"rank {rank} of {self.world} hangs in {case.__name__}{args} {kwargs}")
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                failures.append(f"rank {rank} of {self.world} hangs in {what}")
+                continue
             ok, result = pickle.loads(pipe.recv_bytes())
+            if not ok:
+                failures.append(f"rank {rank} of {self.world}, {what}:\n{result}")
+                deadline = min(deadline, time.monotonic() + 2)  # the others wait for this one
             results.append(result)
-            assert ok, f"rank {rank} of {self.world}, {case.__name__}{args} {kwargs}:\n{result}"
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
         return results
 
     def close(self) -> None:
@@ -52,6 +70,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.pipes, self.processes = [], []
 
     def __enter__(self) -> "Ranks":
         return self
@@ -60,9 +79,13 @@ class Ranks:
         self.close()
 
 
-def _rank(rank: int, world: int, store: str, pipe: Connection) -> None:
+def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=50))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    group = dist.FileStore(store, world)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=timedelta(seconds=CASE_SECONDS))
     while True:
         try:
             case, args, kwargs = pipe.recv()

@@ -97,7 +97,7 @@ def test_tied_weights(two: Ranks, reduction: str) -> None:
 def test_parameters_without_a_gradient_count_as_zero_gradients(two: Ranks, reduction: str) -> None:
     case = Case(reduction, model="odd", unused=True, bucket_mib=1e-4)
     check_fp64(two, case)
-    assert float(reference(case).gradients[1]["sometimes"].norm()) == 0 < float(reference(case).gradients[0]["sometimes"].norm())
+    assert [float(g["sometimes"].norm()) > 0 for g in reference(case).gradients] == [True, False, True]
 
 
 @pytest.mark.parametrize("reduction", ("zero2", "zero2o", "zero2rs", "fsdp"))

@@ -9,9 +9,7 @@ from train.parallel import mesh
 
 
 def resolve(reduction: str, nproc: int, replicate: int = -1, shard: int = -1) -> tuple[int, int]:
-    cfg = config.Train(
-        parallelism=config.Parallelism("test", replicate, shard), reduction=config.Reduction(reduction)
-    )
+    cfg = config.Train(parallelism=config.Parallelism("test", replicate, shard), reduction=config.Reduction(reduction))
     return tuple(mesh.resolve(cfg, nproc).values())  # type: ignore[return-value]
 
 
@@ -35,14 +33,18 @@ def test_degrees(reduction: str, degrees: tuple[int, int], expected: tuple[int, 
 @pytest.mark.parametrize(
     ("reduction", "degrees", "message"),
     [
-        ("ddp", (-1, 2), "parallelism.dp_shard=2: reduction=ddp shards nothing; it must be 1 or -1"),
+        ("ddp", (-1, 2), "parallelism.dp_shard=2: ddp shards nothing; it must be 1 or -1"),
         ("ddp", (4, -1), "parallelism.dp_replicate=4: dp_replicate 4 must multiply to nproc=8"),
-        ("zero2o", (2, -1), "parallelism.dp_replicate=2: reduction=zero2o keeps one copy; it must be 1 or -1"),
+        ("zero2o", (2, -1), "parallelism.dp_replicate=2: zero2o keeps one copy; it must be 1 or -1"),
         ("zero2", (-1, 3), "parallelism.dp_shard=3: dp_shard 3 must multiply to nproc=8"),
         ("fsdp", (3, -1), "parallelism.dp_replicate=3: dp_replicate 3 must multiply to nproc=8"),
         ("fsdp", (-1, 16), "parallelism.dp_shard=16: dp_shard 16 must multiply to nproc=8"),
         ("fsdp", (2, 2), "parallelism.dp_replicate=2: dp_replicate 2 x dp_shard 2 must multiply to nproc=8"),
-        ("fsdp", (0, -1), "parallelism.dp_replicate=0: must be a degree of at least 1, or -1 for what is left of nproc"),
+        (
+            "fsdp",
+            (0, -1),
+            "parallelism.dp_replicate=0: must be a degree of at least 1, or -1 for what is left of nproc",
+        ),
     ],
 )
 def test_refused(reduction: str, degrees: tuple[int, int], message: str) -> None:

@@ -1,5 +1,8 @@
 """Bytes that a step sends, by collective."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.parallel import cases
@@ -30,7 +33,9 @@ def test_zero2_sends_all_but_its_own_slice(four: Ranks, reduction: str, collecti
 
 
 def test_every_micro_batch_is_sent_where_the_owner_accumulates(two: Ranks) -> None:
-    once, every = (two.run(cases.train, Case("zero2o", accumulate=a, grad_accum=4))[0].traffic["bytes"] for a in ("once", "every"))
+    once, every = (
+        two.run(cases.train, Case("zero2o", accumulate=a, grad_accum=4))[0].traffic["bytes"] for a in ("once", "every")
+    )
     assert every["all_to_all"] == 4 * once["all_to_all"]
     assert every["all_gather"] == once["all_gather"]
 
@@ -65,4 +70,22 @@ def test_report_keeps_the_last_step_and_the_mean() -> None:
         meter.sent("all_gather", 8)
         meter.exposed("all_gather", 10.0, 10.0 + seconds)
         meter.end_step()
-    assert meter.report() == {"bytes": {"all_gather": 8}, "exposed_s": {"all_gather": 3.0}, "exposed_s_mean": 2.0, "steps": 2}
+    assert meter.report() == {
+        "bytes": {"all_gather": 8},
+        "exposed_s": {"all_gather": 3.0},
+        "exposed_s_mean": 2.0,
+        "steps": 2,
+    }
+
+
+@pytest.mark.slow
+def test_zero2o_hides_communication() -> None:
+    """The benchmark as a person runs it: less exposed than with zero2 in the same run, and the same weights."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.overlap", "--rounds", "3"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same weights, bit for bit" in done.stdout

@@ -32,7 +32,9 @@ class AdamW:
         if not groups:
             self.optimizer = None
             return
-        self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+        )
         for p in self.tensors:
             step = torch.zeros((), dtype=torch.float32, device=p.device)  # the dtype that the fused kernels read
             self.optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -59,7 +61,8 @@ class AdamW:
         if kind == "weight":
             return piece.tensor
         assert self.optimizer is not None
-        return self.optimizer.state[piece.tensor][kind]
+        tensor: Tensor = self.optimizer.state[piece.tensor][kind]
+        return tensor
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """(name.kind, live tensor) of all pieces."""

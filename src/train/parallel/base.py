@@ -60,13 +60,19 @@ class DataParallel(ABC):
         return dict(self.shard_items())
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` of the same rank and layout gave. Collective. Raises ValueError on other names or shapes."""
+        """Restore what `state_dict` of the same rank and layout gave. Collective.
+
+        Raises ValueError on other names or shapes.
+        """
         own = self.state_dict()
         if differ := sorted(set(own) ^ set(state)):
-            raise ValueError(f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)")
+            raise ValueError(
+                f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)"
+            )
         for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                raise ValueError(f"checkpoint of another layout: {name} has shape {list(state[name].shape)}, not {list(tensor.shape)}")
+            have, want = list(state[name].shape), list(tensor.shape)
+            if have != want:
+                raise ValueError(f"checkpoint of another layout: {name} has shape {have}, not {want}")
             tensor.copy_(state[name])
         self._publish()
 
@@ -74,8 +80,9 @@ class DataParallel(ABC):
         """See `Meter.report`."""
         return self.meter.report()
 
+    @abstractmethod
     def close(self) -> None:
-        """Remove hooks and wrappers; the model keeps its weights."""
+        """Wait for what is under way, remove hooks and wrappers; the model keeps its weights."""
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -5,7 +5,7 @@ Parameters are the fp32 masters; with a lower compute dtype they are gathered in
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,9 @@ class Fsdp(DataParallel):
     dispatch for every parameter.
     """
 
-    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype
+    ) -> None:
         self._optim, self._device, self._compute = cfg.optim, device, compute
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
@@ -39,20 +41,24 @@ class Fsdp(DataParallel):
         names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
         devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
         self._group = devices.get_group("dp_shard")
-        self._keep = cfg.reduction.reshard_after_forward is False  # gathered weights live until the step's last backward
+        self._keep = (
+            cfg.reduction.reshard_after_forward is False
+        )  # gathered weights live until the step's last backward
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
         self._once = cfg.reduction.accumulate == "once"
         self.meter = Meter(device)
         self.module: Any = self._wrap(model, devices)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
-        self._pieces = [Piece(n, p.detach().to_local(), p.ndim >= 2) for n, p in self._named]
+        self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = AdamW(self._pieces, cfg.optim)
         self._micro_batches = 0
 
     def _wrap(self, model: nn.Module, devices: DeviceMesh) -> FSDPModule:
         stored = next(model.parameters()).dtype
         mixed = self._compute != stored
-        policy = MixedPrecisionPolicy(param_dtype=self._compute if mixed else None, reduce_dtype=stored if mixed else None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self._compute if mixed else None, reduce_dtype=stored if mixed else None
+        )
         self._blocks = list(getattr(model, "layers", ()))
         for block in self._blocks:
             fully_shard(block, mesh=devices, mp_policy=policy, reshard_after_forward=not self._keep)
@@ -90,14 +96,18 @@ class Fsdp(DataParallel):
         whole = {}
         for (name, p), piece in zip(self._named, self._pieces, strict=True):
             local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor
-            sharded = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            sharded = DTensor.from_local(
+                local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
             whole[name] = sharded.full_tensor().clone()  # on one rank it is the shard itself
         return whole
 
     def traffic(self) -> dict[str, Any]:
         """Bytes by the layout, as rings send them (fully_shard shows no counters); "exposed_s": None, it can't be seen from
         outside fully_shard."""
-        gathers = 1 if self._keep else 2 * self._micro_batches  # of a block; the root keeps its weights until backward ends
+        gathers = (
+            1 if self._keep else 2 * self._micro_batches
+        )  # of a block; the root keeps its weights until backward ends
         root_gathers = 1 if self._keep else self._micro_batches
         in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
         reductions = 1 if self._once else self._micro_batches

@@ -32,7 +32,8 @@ class WeightGather:
         # those that the model itself waits for come first; the others in forward order
         self.buckets = [*needs[rest], *(b for b in reversed(buckets) if b not in needs[rest])]
         self._hooks = [
-            module.register_forward_pre_hook(self._hook(need)) for module, need in zip([*blocks, model], needs, strict=True)
+            module.register_forward_pre_hook(self._hook(need))
+            for module, need in zip([*blocks, model], needs, strict=True)
         ]
 
     def _hook(self, needed: list[Bucket]) -> Callable[..., None]:
@@ -52,9 +53,9 @@ class WeightGather:
 
     def finish(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Compute that follows finds the weights of `buckets` (of all, by default) whole."""
-        for bucket in self.buckets if buckets is None else buckets:
-            if bucket in self._pending:
-                self._lane.redeem(self._pending.pop(bucket), "all_gather")
+        tickets = [self._pending.pop(b) for b in (self.buckets if buckets is None else buckets) if b in self._pending]
+        if tickets:
+            self._lane.redeem(tickets, "all_gather")
 
     def close(self) -> None:
         """Wait for what is under way and remove the hooks."""

@@ -1,7 +1,7 @@
 """Where communication runs beside compute: a CUDA stream of its own, or gloo's threads."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from train.parallel.traffic import Meter
 
-IN_FLIGHT = 4  # packed buffers that wait for their collective; more only cost memory once communication is the slower one
+IN_FLIGHT = (
+    4  # packed buffers that wait for their collective; more only cost memory once communication is the slower one
+)
 
 
 class Lane:
@@ -49,15 +51,16 @@ class Lane:
         event.record(self._stream)
         return event
 
-    def redeem(self, ticket: Any, collective: str) -> None:
-        """Compute that follows comes after the ticket's collective."""
+    def redeem(self, tickets: Sequence[Any], collective: str) -> None:
+        """Compute that follows comes after the tickets' collectives."""
         with self._meter.waiting(collective):
-            if self._stream is None:
-                ticket.wait()
-            else:
-                torch.cuda.current_stream().wait_event(ticket)
+            for ticket in tickets:
+                if self._stream is None:
+                    ticket.wait()
+                else:
+                    torch.cuda.current_stream().wait_event(ticket)
 
-    def hold(self, sent: Tensor) -> None:
+    def hold(self, sent: Tensor, collective: str) -> None:
         """Keep a buffer that compute made until the lane, as issued so far, is done with it.
 
         Its memory goes back to the compute stream only behind the wait below. (Tensor.record_stream would keep every
@@ -69,8 +72,7 @@ class Lane:
         event.record(self._stream)
         self._held.append((sent, event))
         while len(self._held) > IN_FLIGHT:
-            _, oldest = self._held.popleft()
-            torch.cuda.current_stream().wait_event(oldest)
+            self.redeem([self._held.popleft()[1]], collective)
 
     def join(self, collective: str) -> None:
         """Compute that follows comes after all that was issued on the lane."""

@@ -17,11 +17,13 @@ def resolve(cfg: Train, nproc: int) -> dict[str, int]:
     p, reduction = cfg.parallelism, cfg.reduction.name
     for key, value in (("dp_replicate", p.dp_replicate), ("dp_shard", p.dp_shard)):
         if value < 1 and value != -1:
-            raise ConfigError(f"parallelism.{key}", value, "must be a degree of at least 1, or -1 for what is left of nproc")
+            raise ConfigError(
+                f"parallelism.{key}", value, "must be a degree of at least 1, or -1 for what is left of nproc"
+            )
     if reduction == "ddp" and p.dp_shard not in (1, -1):
-        raise ConfigError("parallelism.dp_shard", p.dp_shard, "reduction=ddp shards nothing; it must be 1 or -1")
+        raise ConfigError("parallelism.dp_shard", p.dp_shard, "ddp shards nothing; it must be 1 or -1")
     if reduction in ZERO2 and p.dp_replicate not in (1, -1):
-        raise ConfigError("parallelism.dp_replicate", p.dp_replicate, f"reduction={reduction} keeps one copy; it must be 1 or -1")
+        raise ConfigError("parallelism.dp_replicate", p.dp_replicate, f"{reduction} keeps one copy; it must be 1 or -1")
     if reduction == "ddp":
         replicate, shard = _rest(p.dp_replicate, nproc), 1
     elif reduction in ZERO2 or p.dp_replicate == p.dp_shard == -1:
@@ -31,7 +33,9 @@ def resolve(cfg: Train, nproc: int) -> dict[str, int]:
         shard = _rest(p.dp_shard, nproc // replicate if replicate else 0)
     if replicate * shard != nproc:
         shown = " x ".join(
-            f"{key} {value}" for key, value in (("dp_replicate", p.dp_replicate), ("dp_shard", p.dp_shard)) if value != -1
+            f"{key} {value}"
+            for key, value in (("dp_replicate", p.dp_replicate), ("dp_shard", p.dp_shard))
+            if value != -1
         )
         key = "dp_replicate" if p.dp_replicate != -1 else "dp_shard"
         raise ConfigError(f"parallelism.{key}", getattr(p, key), f"{shown} must multiply to nproc={nproc}")

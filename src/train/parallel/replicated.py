@@ -18,6 +18,8 @@ UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds 
 
 
 class Replicated(DataParallel):
+    """Every rank updates all weights with the same summed gradients."""
+
     def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int) -> None:
         self._world, self._optim, self._device = world_size, cfg.optim, device
         self._named = trainable(model)
@@ -26,17 +28,18 @@ class Replicated(DataParallel):
         self._compute_done = self.meter.mark()
         self.module: Any = model
         if world_size > 1:
+            # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
+            torch._dynamo.config.optimize_ddp = False
             self.module = DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
                 bucket_cap_mb=cfg.reduction.bucket_mib or 25,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=False,
             )
             self.module.register_comm_hook(None, self._all_reduce)
 
     def _all_reduce(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum of a bucket over ranks; `step` divides, so that no pass over the gradients is spent on it."""
+        """Future of a GradBucket's sum over ranks; `step` divides, so that no pass over the gradients is spent on it."""
         buffer = bucket.buffer()
         # a ring sends every byte (w-1)/w times to reduce and as often to spread the result
         self.meter.sent("all_reduce", 2 * buffer.nbytes * (self._world - 1) // self._world)
@@ -59,12 +62,12 @@ class Replicated(DataParallel):
         for _, p in self._named:
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
-        norm = torch.linalg.vector_norm(norms([p.grad for _, p in self._named if p.grad is not None], self._device)) / self._world
+        norm = norms([p.grad for _, p in self._named if p.grad is not None], self._device).norm() / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)
         self.meter.end_step()
-        return norm.to(master_dtype(self._named[0][1].dtype))
+        return norm.to(self._updates[0].dtype)
 
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
@@ -87,8 +90,9 @@ class _Update:
     def __init__(self, named: list[tuple[str, nn.Parameter]], optim: config.Optim) -> None:
         self.weights = [p.detach() for _, p in named]
         self.parameters = [p for _, p in named]
-        self.copies = self.weights[0].dtype != master_dtype(self.weights[0].dtype)
-        masters = [w.to(master_dtype(w.dtype)) for w in self.weights]  # the weights themselves unless they are bf16
+        self.dtype = master_dtype(self.weights[0].dtype)
+        self.copies = self.weights[0].dtype != self.dtype
+        masters = [w.to(self.dtype) for w in self.weights]  # the weights themselves unless they are bf16
         self.owner = AdamW([Piece(n, m, m.ndim >= 2) for (n, _), m in zip(named, masters)], optim)
 
     def run(self, scale: Tensor, lr: float) -> None:
@@ -99,7 +103,7 @@ class _Update:
             low, grads = grads, [torch.empty_like(m) for m in self.owner.tensors]
             torch._foreach_copy_(grads, low)
             del low
-        self.owner.step(grads, scale.to(grads[0].dtype), lr)
+        self.owner.step(grads, scale.to(self.dtype), lr)
         self.publish()
 
     @torch.no_grad()

@@ -21,7 +21,9 @@ class Meter:
         self._cuda = device.type == "cuda"
         self._bytes: Counter[str] = Counter()  # of the step under way
         self._waits: list[tuple[str, Mark, Mark]] = []  # of the step under way
-        self._pending: deque[list[tuple[str, Mark, Mark]]] = deque()  # ended steps whose events may not have happened yet
+        self._pending: deque[list[tuple[str, Mark, Mark]]] = (
+            deque()
+        )  # ended steps whose events may not have happened yet
         self._last_bytes: dict[str, int] = {}
         self._last_exposed: dict[str, float] = {}
         self._steps = 0
@@ -72,9 +74,10 @@ class Meter:
 
     def _collect(self) -> None:
         while self._pending and all(not self._cuda or end.query() for _, _, end in self._pending[0]):
-            seconds: Counter[str] = Counter()
+            seconds: dict[str, float] = {}
             for collective, start, end in self._pending.popleft():
-                seconds[collective] += start.elapsed_time(end) / 1e3 if self._cuda else end - start  # type: ignore[assignment]
-            self._last_exposed = dict(seconds)
+                stretch = start.elapsed_time(end) / 1e3 if self._cuda else end - start
+                seconds[collective] = seconds.get(collective, 0.0) + stretch
+            self._last_exposed = seconds
             self._total += sum(seconds.values())
             self._steps += 1

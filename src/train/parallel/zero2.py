@@ -65,7 +65,9 @@ class Zero2(DataParallel):
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._next = 0
         yield
-        while self._reducing and self._next < len(self._buckets):  # zero2; and buckets with parameters without a gradient
+        while self._reducing and self._next < len(
+            self._buckets
+        ):  # zero2; and buckets with parameters without a gradient
             self._issue()
         self._reducing = False
 
@@ -88,7 +90,7 @@ class Zero2(DataParallel):
                 self._sum(bucket, received)
             else:
                 self._queue.append((bucket, work, received))
-        self._lane.hold(sent)
+        self._lane.hold(sent, self._collective)
 
     def _sum(self, bucket: Bucket, received: Tensor) -> None:
         """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
@@ -103,7 +105,7 @@ class Zero2(DataParallel):
     def step(self, lr: float) -> Tensor:
         self._gather.finish()  # of a block that this step's forward left out
         for bucket, work, received in self._queue:
-            self._lane.redeem(work, self._collective)
+            self._lane.redeem([work], self._collective)
             self._sum(bucket, received)
         self._queue.clear()
         self._lane.join(self._collective)

@@ -1,0 +1,56 @@
+"""The same equalities on GPUs: one alone, and two over NCCL. No step may make the host wait (cases.no_host_synchronisation)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel import cases
+from tests.parallel.cases import Case
+from tests.parallel.ranks import Ranks
+from tests.parallel.test_bitwise import assert_bitwise
+from tests.parallel.test_equality import FP64, REDUCTIONS, assert_equal_runs, reference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with Ranks(2, tmp_path_factory.mktemp("nccl"), "cuda") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("grad_accum", (1, 2))
+def test_one_gpu(reduction: str, grad_accum: int) -> None:
+    case = Case(reduction, grad_accum=grad_accum)
+    assert_equal_runs([cases.train(0, 1, replace(case, device="cuda"))], reference(case), [FP64] * 3)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_gpu_bf16_twice_the_same(reduction: str) -> None:
+    first, second = (cases.train(0, 1, Case(reduction, "bf16", device="cuda", model="odd")) for _ in range(2))
+    assert_bitwise(first, second)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("grad_accum", (1, 2))
+def test_two_gpus(nccl: Ranks, reduction: str, grad_accum: int) -> None:
+    case = Case(reduction, grad_accum=grad_accum)
+    assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), reference(case), [FP64] * 3)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("accumulate", ("once", "every"))
+@pytest.mark.parametrize("bucket_mib", (0.0005, 0.01, 25))
+def test_zero2o_equals_zero2_over_nccl(nccl: Ranks, dtype: str, accumulate: str, bucket_mib: float) -> None:
+    case = Case(
+        "zero2", dtype, bucket_mib, accumulate, grad_accum=2, device="cuda", model="odd", widths=(33, 190, 7, 64)
+    )
+    for a, b in zip(nccl.run(cases.train, case), nccl.run(cases.train, replace(case, reduction="zero2o")), strict=True):
+        assert_bitwise(a, b)
+        assert b.traffic["steps"] >= 1
+        assert all(seconds >= 0 for seconds in b.traffic["exposed_s"].values())
