@@ -147,6 +147,7 @@ class Rank:
         assert accum is not None
         total: torch.Tensor | None = None
         data_s = 0.0
+        self.dp.announce(self.lr(step))
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)

@@ -24,6 +24,9 @@ class DataParallel(ABC):
     def micro_step(self, index: int, count: int) -> AbstractContextManager[None]:
         """Around forward and backward of micro-batch `index` of `count` in a step."""
 
+    def announce(self, lr: float) -> None:
+        """What the coming `step` will be called with, for optimizers that update in backward."""
+
     @abstractmethod
     def step(self, lr: float) -> Tensor:
         """Reduce, clip, update, hand weights back; gradients are cleared. No host synchronisation on a GPU.

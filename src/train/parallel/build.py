@@ -28,6 +28,10 @@ def build(model: nn.Module, cfg: config.Train, device: torch.device, world_size:
     With world_size > 1 the default process group is initialised. Raises ConfigError for degrees that can't be.
     """
     mesh.resolve(cfg, world_size)
+    if cfg.optim.grad_dtype == "fp32":  # gradients add up, over micro-batches and ranks, in more than bf16's 8 bits
+        for p in model.parameters():
+            if p.dtype == torch.bfloat16:
+                p.grad_dtype = torch.float32  # type: ignore[attr-defined]
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 
