@@ -21,6 +21,7 @@ from train.config import ConfigError, Train, load
 from train.launch import process, rendezvous
 from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, memory, peaks
+from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter, NonFinite
 from train.memory import levers
 from train.model import attention
@@ -77,6 +78,8 @@ class Rank:
         if cfg.compile.name == "layer":
             model.compile_layers()
         self.dp = build(model, cfg, self.device, self.world, self.rank)
+        kept = self.folder / f"memory-rank{self.rank}.pickle"
+        self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
         if getattr(self.source, "repeated", False) and self.rank == 0:
@@ -158,13 +161,15 @@ class Rank:
             part = loss.detach() / accum
             total = part if total is None else total + part
         assert total is not None
+        self.breakdown.backward_done()
         return total, self.dp.step(self.lr(step)), data_s
 
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
         for step in range(self.cfg.steps):
             before = meter.start(step)
-            loss, norm, data_s = self.train_step(step)
+            with self.breakdown.at(step):
+                loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             meter.finish(before, last=False)
             self.heart.beat("train", step, meter.slowest if step > 1 else 0.0)
@@ -212,6 +217,7 @@ class Rank:
         self.mark("build")
         self.train(meter)
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
+        result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
         if self.rank == 0:
             result["summary"] = self.summary()
         write(self.scratch / f"result-{self.rank}.json", result)

@@ -178,7 +178,7 @@ class Supervisor:
         summary: dict[str, Any] = results[0].get("summary", {})
         if lead := _read(scratch / "summary.json"):
             summary = lead | summary
-        for key in ("rank_peak_mem_gib", "rank_step_peak_mem_gib"):
+        for key in sorted(set(results[0]) - {"summary"}):
             if all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
         failure = self.ends.get(verdict.rank) if verdict.rank is not None else None

@@ -10,10 +10,10 @@ from typing import Optional
 from train.config import ConfigError, Train
 from train.data import corpus
 from train.errors import nearest
+from train.memory import rules as memory_rules
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
-    "memory.recompute": ("none", "full"),
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
@@ -81,6 +81,7 @@ def values(cfg: Train) -> None:
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    memory_rules.values(cfg)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
@@ -159,6 +160,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        memory_rules.combination(cfg, nproc)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:
