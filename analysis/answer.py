@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from analysis.rank import REPEAT_KEYS, Ranked
+from analysis.rank import Ranked
 from analysis.text import cell
 
 MAX_ANSWERS = 6
 SHOWN_TIES = 4
+NOT_RERUN = ("name", "repeat", "repeats", "plan", "retries", "prune", "max_failures")  # would resume the sweep instead
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def answers(ranked: Ranked) -> list[Answer]:
     models = finished.get("cfg:model", pd.Series("", index=finished.index)).fillna("").astype(str)
     several = models.nunique() > 1
     found = []
-    for (group, model), part in finished.groupby([finished["group"], models], sort=True):
+    for (_, model), part in finished.groupby([finished["group"], models], sort=True):
         scope = []
         if ranked.differs:
             scope += [f"{name} {part.iloc[0][name]}" for name in ranked.differs]
@@ -52,7 +53,7 @@ def setting(ranked: Ranked, row: pd.Series) -> str:
 
 def command(row: pd.Series) -> str:
     """The command line that runs this point again, or an empty string where the grid was not recorded."""
-    kept = [item for item in row["overrides"] if item.lstrip("+~").partition("=")[0] not in REPEAT_KEYS]
+    kept = [item for item in row["overrides"] if item.lstrip("+~").partition("=")[0] not in NOT_RERUN]
     return shlex.join(["python", "-m", "train", *kept]) if row["overrides"] else ""
 
 
@@ -87,7 +88,8 @@ def _margin(ranked: Ranked, part: pd.DataFrame) -> str:
         row = slower.iloc[0]
         low, middle, high = (100 * math.expm1(gap[row.name] + s * noise[row.name]) for s in (-1, 0, 1))
         what = "the next" if not len(ties) else "the first that is surely slower"
-        sentences.append(f"{middle:.1f} % faster than {what}, {setting(ranked, row)} (95 % interval {low:.1f} to {high:.1f} %).")
+        interval = f"95 % interval {low:.1f} to {high:.1f} %"
+        sentences.append(f"{middle:.1f} % faster than {what}, {setting(ranked, row)} ({interval}).")
     if not np.isfinite(part["half"]).any():
         sentences.append("No interval: single values or too few steps.")
     elif (part["runs"] == 1).all():

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from analysis.files import dig
-from analysis.stats import Estimate
+from analysis.stats import Estimate, median
 
 MEANING = {
     "replay-mismatch": "a second pass gave other weights; the arithmetic of this run is not to be trusted",
@@ -19,6 +19,7 @@ MEANING = {
     "data-bound": "waiting for data took more than 5 % of the step",
     "host": "the host was short of CPU or swapping during the run",
     "measured-peak": "no vendor figure for this device: MFU is relative to a measured matmul peak",
+    "above-peak": "MFU is above 100 %: the peak that it is relative to is too low",
     "memory-tight": "peak memory is above 95 % of the capacity",
     "damaged-lines": "lines of metrics.jsonl were unreadable and left out",
 }
@@ -44,10 +45,11 @@ def flags(
         "drift": drifts,
         "short": len(seconds) < 10,
         "noisy": fit.half > 0.05,
-        "outliers": float(np.mean(seconds > 1.5 * np.median(seconds))) > 0.05,
+        "outliers": float(np.mean(seconds > 1.5 * median(seconds))) > 0.05,
         "data-bound": row["data_s"] > 0.05 * row["step_s"],
         "host": bool(dig(telemetry, "host_pressure")),
         "measured-peak": dig(summary, "peak", "kind") == "measured",
+        "above-peak": row["mfu"] > 100,
         "memory-tight": row["peak_mem_gib"] > 0.95 * row["capacity_gib"],
         "damaged-lines": row["damaged_lines"] > 0,
     }
@@ -55,11 +57,12 @@ def flags(
 
 
 def _spread(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    if len(finite) < 3 or np.median(finite) <= 0:
+    """Range from the 5th to the 95th percentile over the median."""
+    ordered = np.sort(values[np.isfinite(values)])
+    n = len(ordered)
+    if n < 3 or ordered[n // 2] <= 0:
         return 0.0
-    low, high = np.percentile(finite, [5, 95])
-    return float((high - low) / np.median(finite))
+    return float((ordered[n - 1 - n // 20] - ordered[n // 20]) / ordered[n // 2])
 
 
 def _any_positive(values: np.ndarray | None) -> bool:

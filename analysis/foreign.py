@@ -4,9 +4,11 @@ A CSV is one row a step (it has a `step` column; `run` tells runs apart) or one 
 names or by the usual ones in `ALIASES`; every other column is a setting, like a configuration key.
 """
 
+import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pandas as pd
@@ -52,14 +54,20 @@ def is_foreign(path: Path) -> bool:
     if path.is_file():
         return path.suffix.lower() in (".csv", ".jsonl")
     ours = ("sweep.json", "status.json", "config.yaml", "manifest.json")
-    return (path / "metrics.jsonl").is_file() and not any((path / name).exists() for name in ours)
+    return _metrics_file(path).is_file() and not any((path / name).exists() for name in ours)
+
+
+def _metrics_file(folder: Path) -> Path:
+    """prime-rl's file monitor writes monitors/file/metrics.jsonl below the run's output folder."""
+    monitor = folder / "monitors" / "file" / "metrics.jsonl"
+    return monitor if monitor.is_file() else folder / "metrics.jsonl"
 
 
 def read(path: Path) -> list[Run]:
     """The runs in the file. Raises BadInput for a file without a usable column."""
     if path.suffix.lower() == ".csv":
         return _csv(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
+    file = _metrics_file(path) if path.is_dir() else path
     steps = jsonl.read(file)
     if not steps.steps:
         raise BadInput(f"no readable metrics line in {file}")
@@ -68,7 +76,8 @@ def read(path: Path) -> list[Run]:
 
 def _csv(path: Path) -> list[Run]:
     try:
-        frame = pd.read_csv(path, comment="#", skipinitialspace=True)
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            frame = read_csv(file)
     except (OSError, ValueError) as error:
         raise BadInput(f"cannot read {path}: {' '.join(str(error).split())}") from None
     names = {alias.lower(): ours for ours, aliases in ALIASES.items() for alias in (ours, *aliases)}
@@ -79,6 +88,14 @@ def _csv(path: Path) -> list[Run]:
     if "step" in frame.columns and frame["step"].duplicated().sum() < len(frame) and _is_whole(frame["step"]):
         return _csv_of_steps(path, frame)
     return [_csv_row(path, i, row) for i, row in enumerate(frame.to_dict("records"))]
+
+
+def read_csv(file: TextIO) -> pd.DataFrame:
+    """A CSV that may begin with lines of comment (#); later ones are data, since `# GPUs` is a usual column."""
+    lines = file.readlines()
+    while lines and lines[0].startswith("#"):
+        lines.pop(0)
+    return pd.read_csv(io.StringIO("".join(lines)), skipinitialspace=True)
 
 
 def _is_whole(steps: pd.Series) -> bool:
@@ -94,20 +111,20 @@ def _csv_of_steps(path: Path, frame: pd.DataFrame) -> list[Run]:
         for ours, key in STEP_KEYS.items():
             if ours in part.columns:
                 columns[key] = pd.to_numeric(part[ours], errors="coerce").to_numpy(float)
-        settings = {c: part[c].iloc[0] for c in part if c not in {"step", "run", *STEP_KEYS} and part[c].nunique() == 1}
+        taken = {"step", "run", *STEP_KEYS}
+        settings = {str(c): part[c].iloc[0] for c in part if c not in taken and part[c].nunique() == 1}
         runs.append(_run(path, str(name), jsonl.Metrics(columns, 0), settings))
     return runs
 
 
-def _csv_row(path: Path, index: int, row: dict[str, Any]) -> Run:
+def _csv_row(path: Path, index: int, row: Mapping[Any, Any]) -> Run:
     """A run that is known by its result alone: no interval."""
-    config = {name: value for name, value in row.items() if name not in (*STEP_KEYS, "status", "reason")}
+    config = {str(name): value for name, value in row.items() if name not in (*STEP_KEYS, "status", "reason")}
     run = _run(path, f"{path.stem}#{index + 1}", jsonl.Metrics({}, 0), config)
     result = dict(run.result)
     for name in STEP_KEYS:
-        value = pd.to_numeric(row.get(name), errors="coerce")
-        result[name] = float(value) if pd.notna(value) else np.nan
-    nproc = pd.to_numeric(config.get("nproc"), errors="coerce")
+        result[name] = _float(row.get(name))
+    nproc = _float(config.get("nproc"))
     if pd.isna(result["tokens_per_s"]):
         result["tokens_per_s"] = result["tokens_per_s_per_gpu"] * nproc
     elif pd.isna(result["tokens_per_s_per_gpu"]):
@@ -120,6 +137,14 @@ def _csv_row(path: Path, index: int, row: dict[str, Any]) -> Run:
     return Run(result, config)
 
 
+def _float(value: Any) -> float:
+    """A number out of a cell, which may be text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return np.nan
+
+
 def _run(path: Path, name: str, steps: jsonl.Metrics, config: dict[str, Any]) -> Run:
     result = {
         "sweep": path.resolve().name,
@@ -130,7 +155,10 @@ def _run(path: Path, name: str, steps: jsonl.Metrics, config: dict[str, Any]) ->
         "overrides": (),
         "status": "ok",
         "reason": "",
-        **{gate: UNKNOWN for gate in GATE},
+        **dict.fromkeys(("attempt", "wall_s", "attempts_s"), np.nan),
+        **dict.fromkeys(("started", "ended")),
+        "devices": _float(config.get("nproc")),
+        **dict.fromkeys(GATE, UNKNOWN),
         "conventions": f"as imported from {path.name}",
         **summarise(steps, {}, config),
     }

@@ -7,6 +7,7 @@ file and not kept, so ten thousand runs fit in little memory; `analysis.jsonl.re
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,30 @@ import pandas as pd
 
 from analysis import foreign, jsonl, provenance
 from analysis.errors import BadInput
-from analysis.files import dig, flatten, number, read_json, read_yaml
+from analysis.files import dig, number, read_config, read_json, read_same_json
 from analysis.scan import PointFolder, SweepFolder, find_sweeps
 from analysis.summary import summarise
 from analysis.usage import attempt_seconds, wall_seconds
 
 STATUSES = ("ok", "running", "pending", "oom", "infeasible", "invalid", "timeout", "crashed", "lost", "interrupted")
 # Part of the folder, not of what was trained (the trainer's identity leaves the same keys out).
-NOT_KNOBS = ("name", "output", "outputs", "launch", "budget", "timeout", "retries", "prune", "plan", "code", "sweeps")
+NOT_KNOBS = [
+    "name",
+    "out",
+    "output",
+    "outputs",
+    "launch",
+    "budget",
+    "timeout",
+    "retries",
+    "prune",
+    "plan",
+    "code",
+    "sweeps",
+    "recipe",
+    "repeats",
+    "max_failures",
+]
 
 
 @dataclass
@@ -51,7 +68,7 @@ def load(paths: Path | str | Iterable[Path | str]) -> Data:
     metrics = jsonl.read_many(point.path / "metrics.jsonl" for _, point in pairs)
     results, configs = [], []
     for (sweep, point), steps in zip(pairs, metrics, strict=False):
-        config = {k: v for k, v in flatten(read_yaml(point.path / "config.yaml")).items() if not _is_left_out(k)}
+        config = {k: v for k, v in read_config(point.path / "config.yaml").items() if not _is_left_out(k)}
         results.append(_result(sweep, point, steps, config))
         configs.append(config or _from_overrides(point.overrides))
     for run in others:
@@ -59,10 +76,13 @@ def load(paths: Path | str | Iterable[Path | str]) -> Data:
         configs.append(run.config)
     if not results:
         raise BadInput(f"no points in {', '.join(map(str, listed))}")
-    data = Data(pd.DataFrame(results), pd.DataFrame(configs, index=range(len(configs))), sweeps)
+    fullest = max(configs, key=lambda config: (len(config), list(config)))  # a point that never started knows few keys
+    keys = [*fullest, *sorted({key for config in configs for key in config} - fullest.keys())]
+    data = Data(pd.DataFrame(results), pd.DataFrame(configs, index=range(len(configs)), columns=keys), sweeps)
     return _without_copies(data)
 
 
+@lru_cache(maxsize=4096)
 def _is_left_out(key: str) -> bool:
     return key.partition(".")[0] in NOT_KNOBS
 
@@ -92,7 +112,8 @@ def number_or_text(text: str) -> Any:
 
 def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config: dict[str, Any]) -> dict[str, Any]:
     status = read_json(point.path / "status.json")
-    summary = dig(status, "summary") or {}
+    summary = dig(status, "summary")
+    summary = summary if isinstance(summary, dict) else {}
     row: dict[str, Any] = {
         "sweep": sweep.name,
         "point": point.path.name,
@@ -104,7 +125,7 @@ def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config
         "devices": number(config.get("nproc")),
         "wall_s": wall_seconds(status),
         "attempts_s": attempt_seconds(point.path),
-        **provenance.columns(read_json(point.path / "manifest.json"), summary, config, status),
+        **provenance.columns(read_same_json(point.path / "manifest.json"), summary, config, status),
         **summarise(steps, summary, config),
     }
     return row
@@ -113,10 +134,8 @@ def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config
 def _state(point: PointFolder, status: dict[str, Any]) -> dict[str, Any]:
     state, reason = status.get("status"), status.get("reason") or ""
     if not isinstance(state, str):
-        started = point.path.is_dir() and any(point.path.iterdir())
-        state, reason = "pending", "no readable status.json" if started and status == {} else "not started"
-        if started and not (point.path / "status.json").exists():
-            reason = "not started"
+        exists = (point.path / "status.json").exists()
+        state, reason = "pending", "no readable status.json" if exists else "not started"
     return {
         "status": state,
         "reason": " ".join(str(reason).split()),
@@ -141,5 +160,3 @@ def _without_copies(data: Data) -> Data:
         files = int((data.points["damaged_lines"] > 0).sum())
         data.notes.append(f"{int(damaged)} damaged metrics line(s) dropped, in {files} file(s)")
     return data
-
-

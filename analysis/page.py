@@ -4,9 +4,11 @@ import base64
 import math
 from dataclasses import dataclass, field
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from analysis import published
 from analysis.answer import Answer, answers
 from analysis.census import Census, census
 from analysis.flags import MEANING
@@ -16,19 +18,50 @@ from analysis.provenance import GATE
 from analysis.rank import Ranked
 from analysis.table import notes, values
 from analysis.text import cell, is_number, table, title
+from analysis.usage import device_hours
 
-TABLE_COLUMNS = ("tokens_per_s", "half", "of_best", "mfu", "step_s", "peak_mem_gib", "steady_steps", "runs", "flags", "reason")
-PROVENANCE = (*GATE, "cuda", "nccl", "python", "hosts", "env", "peak_source")
+TABLE_COLUMNS = (
+    "tokens_per_s",
+    "half",
+    "of_best",
+    "mfu",
+    "step_s",
+    "peak_mem_gib",
+    "steady_steps",
+    "runs",
+    "flags",
+    "reason",
+)
+PROVENANCE = ("code", "commit", *GATE[1:], "cuda", "nccl", "python", "hosts", "env", "peak_source")
 
 DEFINITIONS = (
-    ("tokens/s", "Tokens of a step over all ranks, divided by the time of the slowest rank; the median of the steady steps."),
-    ("steady steps", "Leading steps that compile, tune or warm up are dropped by a rule (docs/analysis.md); the table says how many."),
-    ("±95 %", "Half-width of the 95 % interval of the median, autocorrelation counted; with repeats also the variation from run to run."),
-    ("rank, tie", "A row's rank is one more than the number of rows that are surely better. Rows with “=” share a rank: a tie."),
-    ("MFU", "PaLM convention: 6·N + 12·L·H·d·T FLOPs a token over the dense peak; N without the embedding lookup, with the LM head, experts at their active share."),
+    ("tokens/s", "Tokens of a step over all ranks by the time of the slowest rank; the median of the steady steps."),
+    (
+        "steady steps",
+        "Leading steps that compile, tune or warm up are dropped by a rule (docs/analysis.md); the table says how many.",
+    ),
+    (
+        "±95 %",
+        "Half-width of the 95 % interval of the median, autocorrelation counted; with repeats also the variation from "
+        "run to run.",
+    ),
+    (
+        "rank, tie",
+        "A row's rank is one more than the number of rows that are surely better. Rows with “=” share a rank: a tie.",
+    ),
+    (
+        "MFU",
+        "PaLM convention: 6·N + 12·L·H·d·T FLOPs a token over the dense peak; N without the embedding lookup, with the "
+        "LM head, experts at their active share.",
+    ),
     ("MFU causal, HFU", "MFU causal credits half of the attention; HFU adds what recomputation really ran."),
-    ("peak GiB", "Largest rank inside the training steps; never a sum over ranks. On a CPU: the process's peak resident set."),
+    ("peak GiB", "Largest rank inside the training steps; never a sum over ranks. On a CPU: the peak resident set."),
     ("device-hours", "Devices times wall time of each attempt; wasted: attempts that gave no result."),
+)
+
+REFERENCE_NOTE = (
+    "“Stated” is the source's own number by its own convention; “here” is recomputed by this page's MFU, where the "
+    "source gives the model's shape and tokens/s. Other models and clusters: for orientation, not a ranking."
 )
 
 
@@ -38,6 +71,8 @@ class Content:
 
     title: str
     line: str  # the census in one line
+    hours: str  # device-hours used and wasted
+    reference: list[list[str]]  # published rows, in the columns of `reference_header`
     answers: list[Answer]
     header: list[str]
     rows: list[tuple[list[str], list[Any], str]]
@@ -49,6 +84,7 @@ class Content:
     flags: list[tuple[str, str]]
     definitions: list[tuple[str, str]] = field(default_factory=lambda: list(DEFINITIONS))
     command: str = ""
+    reference_header: list[str] = field(default_factory=published.header)
 
     @property
     def numeric(self) -> list[bool]:
@@ -56,8 +92,8 @@ class Content:
         return [all(is_number(cells[i]) for cells, _, _ in self.rows) for i in range(len(self.header))]
 
 
-def content(folder: Path, data: Data, ranked: Ranked, plots: list[Plot]) -> Content:
-    """Collects the page from ranked rows; holds no time of day and no absolute path."""
+def content(name: str, data: Data, ranked: Ranked, plots: list[Plot], reference: pd.DataFrame) -> Content:
+    """Collects the page from ranked rows; holds no time of day and no absolute path. `reference`: published rows."""
     rows = ranked.rows
     filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c))]
     columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *filled]
@@ -67,8 +103,10 @@ def content(folder: Path, data: Data, ranked: Ranked, plots: list[Plot]) -> Cont
     found = census(data.points)
     commands = [s.meta.get("command") for s in data.sweeps if isinstance(s.meta.get("command"), str)]
     return Content(
-        title=folder.resolve().name,
+        title=name,
         line=found.line(),
+        hours=_hours(data),
+        reference=published.cells(reference),
         answers=answers(ranked),
         header=[title(c) for c in columns],
         rows=[(list(c), list(k), s) for c, k, s in zip(cells, keys, rows["status"], strict=True)],
@@ -80,6 +118,15 @@ def content(folder: Path, data: Data, ranked: Ranked, plots: list[Plot]) -> Cont
         flags=[(name, MEANING[name]) for name in MEANING if name in seen],
         command=str(commands[0]) if commands else "",
     )
+
+
+def _hours(data: Data) -> str:
+    used, wasted = device_hours(data.points)
+    if not used:
+        return ""
+    unit, scale = ("device-hours", 1.0) if used >= 0.1 else ("device-seconds", 3600.0)
+    share = f" ({100 * wasted / used:.0f} %)" if wasted else ""
+    return f"{used * scale:.3g} {unit} used, {wasted * scale:.3g} of them{share} without a result"
 
 
 def _sort_keys(rows: Any, column: str) -> list[Any]:
@@ -95,7 +142,7 @@ def _key(value: Any) -> Any:
 
 def _provenance(ranked: Ranked) -> list[tuple[str, list[str]]]:
     """(column, its value in each provenance group); columns without any value are left out."""
-    groups = [part for number, part in ranked.rows.groupby("group") if number >= 0]
+    groups = [part for _, part in ranked.rows[ranked.rows["group"] >= 0].groupby("group")]
     listed = []
     for name in PROVENANCE:
         texts = [" / ".join(dict.fromkeys(cell(v) for v in part[name] if cell(v))) for part in groups if name in part]
@@ -106,7 +153,7 @@ def _provenance(ranked: Ranked) -> list[tuple[str, list[str]]]:
 
 def markdown(c: Content) -> str:
     """report.md."""
-    parts = [f"# {c.title}\n", f"{c.line}.\n"]
+    parts = [f"# {c.title}\n", f"{c.line}." + (f" {c.hours}." if c.hours else "") + "\n"]
     for answer in c.answers:
         parts.append(f"## Best{f' ({answer.scope})' if answer.scope else ''}: {answer.setting}\n")
         parts.append(f"{answer.result}. {answer.margin}\n")
@@ -121,11 +168,16 @@ def markdown(c: Content) -> str:
     if c.plots:
         parts.append("## Plots\n")
         parts += [f"![{p.title}](plots/{p.name}.svg)\n\n{p.caption}\n" for p in c.plots]
+    if c.reference:
+        parts.append("## Published results on this hardware\n")
+        parts += [table(c.reference_header, c.reference, "md"), f"{REFERENCE_NOTE}\n"]
     parts.append("## What did not finish\n" if c.census.reasons else "")
-    parts += [f"- {status}: {reason} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})\n" for status, reason, names in c.census.reasons]
+    for status, reason, names in c.census.reasons:
+        parts.append(f"- {status}: {reason} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})\n")
     parts.append("## Provenance\n")
     groups = max((len(texts) for _, texts in c.provenance), default=0)
-    parts.append(table(["", *(f"group {i}" if groups > 1 else "value" for i in range(groups))], [[n, *t] for n, t in c.provenance], "md"))
+    header = ["", *(f"group {i}" if groups > 1 else "value" for i in range(groups))]
+    parts.append(table(header, [[n, *t] for n, t in c.provenance], "md"))
     if c.fixed:
         parts.append("Same in all points: " + ", ".join(f"{k}={v}" for k, v in c.fixed) + ".\n")
     parts.append("## What the numbers mean\n")
@@ -139,10 +191,10 @@ def html(c: Content) -> str:
     import jinja2
 
     folder = resources.files("analysis") / "templates"
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     template = environment.from_string((folder / "report.html").read_text("utf-8"))
     pictures = [(p, base64.b64encode(p.svg).decode()) for p in c.plots]
     texts = {name: (folder / name).read_text("utf-8") for name in ("report.css", "report.js")}
-    return template.render(c=c, pictures=pictures, css=texts["report.css"], js=texts["report.js"])
-
-
+    return template.render(c=c, pictures=pictures, css=texts["report.css"], js=texts["report.js"], note=REFERENCE_NOTE)

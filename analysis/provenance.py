@@ -5,6 +5,7 @@ the table splits, and says which of these differ.
 """
 
 import json
+from collections import Counter
 from typing import Any
 
 import pandas as pd
@@ -28,6 +29,7 @@ def columns(
         "driver": _join(host.get("driver") or "none" for host in hosts),
         "hardware": _hardware(hosts, gpus, summary, config),
         "conventions": _conventions(manifest, summary, status),
+        "commit": _join(_commit(host.get("code")) for host in hosts),
         "cuda": _join(host.get("cuda") or "none" for host in hosts),
         "nccl": _join(host.get("nccl") or "none" for host in hosts),
         "python": _join(host.get("python") for host in hosts),
@@ -43,9 +45,10 @@ def split(points: pd.DataFrame) -> tuple[pd.Series, list[str]]:
     """
     group = pd.Series(-1, index=points.index)
     measured = points[points["tokens_per_s"].notna()]
-    keys = measured[list(GATE)].astype(str).agg("\x1f".join, axis=1) if len(measured) else pd.Series(dtype=str)
-    order = sorted(keys.unique(), key=lambda key: (-(keys == key).sum(), key))
-    group.loc[keys.index] = keys.map({key: i for i, key in enumerate(order)}).astype(int)
+    keys = list(zip(*(measured[name].astype(str) for name in GATE), strict=True))
+    counts = Counter(keys)
+    order = {key: i for i, key in enumerate(sorted(counts, key=lambda key: (-counts[key], key)))}
+    group.loc[measured.index] = pd.Series([order[key] for key in keys], index=measured.index, dtype="int64")
     return group, [name for name in GATE if len(measured) and measured[name].nunique() > 1]
 
 
@@ -55,13 +58,19 @@ def _join(values: Any) -> str:
 
 
 def _code(code: Any) -> str:
+    """The hash of the trainer's source where it is known: two commits that differ in a document ran the same code."""
     if not isinstance(code, dict):
         return ""
-    commit, source = str(code.get("commit") or ""), str(code.get("src_hash") or "")
-    dirty = code.get("dirty")
-    text = commit[:10] or (f"src-{source[:10]}" if source else "")
-    # A dirty tree is told apart by the hash of its difference, or else by the hash of the source.
-    return f"{text}+{str(dirty)[:8] if isinstance(dirty, str) else source[:8] or 'dirty'}" if dirty else text
+    commit, source, dirty = (str(code.get(key) or "") for key in ("commit", "src_hash", "dirty"))
+    if source:
+        return f"src {source[:12]}"
+    return f"{commit[:12]}+{dirty[:8]}" if commit and dirty not in ("", "False") else commit[:12]
+
+
+def _commit(code: Any) -> str:
+    """For the reader: the commit, with a + where the tree had changes."""
+    commit, dirty = str(dig(code, "commit") or ""), str(dig(code, "dirty") or "")
+    return commit[:12] + "+" * (bool(commit) and dirty not in ("", "False", "0"))
 
 
 def _hardware(hosts: list[Any], gpus: list[Any], summary: dict[str, Any], config: dict[str, Any]) -> str:

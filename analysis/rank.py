@@ -11,11 +11,22 @@ from analysis.load import Data
 from analysis.provenance import split
 from analysis.stats import t975
 
-REPEAT_KEYS = ("repeat", "repeats")
-MEDIANS = (
-    "tokens_per_s_per_gpu step_s data_s mfu mfu_causal hfu power_w sm_clock_mhz temperature_c start_s build_s "
-    "compile_s train_s"
-).split()
+REPEAT_KEYS = ("repeat",)
+MEDIANS = [
+    "tokens_per_s_per_gpu",
+    "step_s",
+    "data_s",
+    "mfu",
+    "mfu_causal",
+    "hfu",
+    "power_w",
+    "sm_clock_mhz",
+    "temperature_c",
+    "start_s",
+    "build_s",
+    "compile_s",
+    "train_s",
+]
 
 
 @dataclass
@@ -36,11 +47,9 @@ def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
     merged = pd.concat([points.assign(group=group), config.add_prefix("cfg:")], axis=1)
     keys = configuration_key(config).where(config.notna().any(axis=1), points["identity"].astype(str))
     merged["key"] = keys
-    between = between_runs(merged)
-    rows = [_combine(part, between) for _, part in merged.groupby(["key", "group", "status"], sort=False)]
-    frame = pd.DataFrame(rows)
+    frame = combine(merged)
     frame = order(frame, by)
-    fixed = {c: config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
+    fixed = {str(c): config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
     return Ranked(frame, knobs, fixed, differs)
 
 
@@ -64,7 +73,8 @@ def varying(config: pd.DataFrame, overrides: pd.Series) -> list[str]:
     knobs: list[str] = []
     cells = 1
     for name in candidates:
-        if name in REPEAT_KEYS or text[name].nunique() < 2:
+        # A point that was never started has only the settings of its command line: what is missing does not vary.
+        if name in REPEAT_KEYS or config[name].dropna().astype(str).nunique() < 2:
             continue
         distinct = len(text[[*knobs, name]].drop_duplicates())
         if distinct > cells:
@@ -80,37 +90,57 @@ def between_runs(merged: pd.DataFrame) -> tuple[float, float]:
     """
     squares = within = freedom = 0.0
     good = merged[(merged["status"] == "ok") & np.isfinite(merged["log_error"])]
-    for _, part in good.groupby(["key", "group"], sort=True):
-        if len(part) > 1:
-            squares += float(((part["log_median"] - part["log_median"].mean()) ** 2).sum())
-            within += float((part["log_error"] ** 2).mean()) * (len(part) - 1)
-            freedom += len(part) - 1
+    repeated = good[good.duplicated(["key", "group"], keep=False)]
+    for _, part in repeated.groupby(["key", "group"], sort=True):
+        squares += float(((part["log_median"] - part["log_median"].mean()) ** 2).sum())
+        within += float((part["log_error"] ** 2).mean()) * (len(part) - 1)
+        freedom += len(part) - 1
     if not freedom:
         return 0.0, 0.0
     return max(squares - within, 0.0) / freedom, freedom
 
 
-def _combine(part: pd.DataFrame, between: tuple[float, float]) -> dict[str, object]:
-    """One row of all repeats that share configuration, provenance and status."""
-    part = part.sort_values(["started", "sweep", "point"], na_position="last", key=lambda c: c.astype(str))
-    row = dict(part.iloc[0])
-    row["runs"] = len(part)
-    if len(part) > 1:
-        for name in MEDIANS:
-            row[name] = float(part[name].median())
-        row["peak_mem_gib"] = float(part["peak_mem_gib"].max())
-        row["steady_steps"] = int(part["steady_steps"].sum())
-        row["damaged_lines"] = int(part["damaged_lines"].sum())
-        row["flags"] = tuple(dict.fromkeys(flag for flags in part["flags"] for flag in flags))
-        row["reason"] = "; ".join(dict.fromkeys(r for r in part["reason"] if r))
-    log, error, df = _estimate(part, between)
-    row["log_median"], row["half"] = log, t975(df) * error if math.isfinite(error) else math.nan
-    row["tokens_per_s"] = math.exp(log) if math.isfinite(log) else math.nan
-    for name in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu"):
-        row[f"{name}_lo"] = float(row[name]) * math.exp(-row["half"])
-        row[f"{name}_hi"] = float(row[name]) * math.exp(row["half"])
-    row["step_s_lo"] = float(row["step_s"]) * math.exp(-row["half"])
-    row["step_s_hi"] = float(row["step_s"]) * math.exp(row["half"])
+def combine(merged: pd.DataFrame) -> pd.DataFrame:
+    """One row of all repeats that share configuration, provenance and status; `half` is its 95 % half-width (log)."""
+    between = between_runs(merged)
+    text = [merged[c].map(str).to_numpy(object) for c in ("started", "sweep", "point")]
+    merged = merged.iloc[np.lexsort(text[::-1])].reset_index(drop=True)
+    number = merged.groupby(["key", "group", "status"], sort=False).ngroup()
+    frame = merged[~number.duplicated()].reset_index(drop=True)
+    frame["runs"] = number.value_counts(sort=False).sort_index().to_numpy()
+    single = _estimate_single(frame, between)
+    frame["log_median"], frame["error"], frame["df"] = single
+    for i in np.flatnonzero(frame["runs"] > 1):
+        for name, value in _repeats(merged[number == i], between).items():
+            frame.at[i, name] = value  # type: ignore[assignment]
+    quantile = frame["df"].map(t975, na_action="ignore")
+    frame["half"] = (quantile * frame["error"]).where(np.isfinite(frame["error"]))
+    frame["tokens_per_s"] = np.exp(frame["log_median"])
+    for name in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s"):
+        frame[f"{name}_lo"] = frame[name] * np.exp(-frame["half"])
+        frame[f"{name}_hi"] = frame[name] * np.exp(frame["half"])
+    return frame.drop(columns=["log_error"])
+
+
+def _estimate_single(frame: pd.DataFrame, between: tuple[float, float]) -> tuple[pd.Series, pd.Series, pd.Series]:
+    """Estimate of rows with one run: its own error, and the variation between runs that other rows showed."""
+    run_part, run_df = between
+    own = frame["log_error"] ** 2
+    total = own + run_part
+    spread = own**2 / frame["df"] + (run_part**2 / run_df if run_part else 0.0)
+    df = (total**2 / spread).where(spread > 0, frame["df"]) if run_part else frame["df"]
+    return frame["log_median"], np.sqrt(total), df
+
+
+def _repeats(part: pd.DataFrame, between: tuple[float, float]) -> dict[str, object]:
+    """What changes in a row when it stands for several runs."""
+    row: dict[str, object] = {name: float(part[name].median()) for name in MEDIANS}
+    row["peak_mem_gib"] = float(part["peak_mem_gib"].max())
+    row["steady_steps"] = int(part["steady_steps"].sum())
+    row["damaged_lines"] = int(part["damaged_lines"].sum())
+    row["flags"] = tuple(dict.fromkeys(flag for flags in part["flags"] for flag in flags))
+    row["reason"] = "; ".join(dict.fromkeys(r for r in part["reason"] if r))
+    row["log_median"], row["error"], row["df"] = _estimate(part, between)
     return row
 
 
@@ -154,5 +184,3 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     frame["_group"] = frame["group"].where(ranked, len(frame))
     frame = frame.sort_values(["_ranked", "_group", "_score", "key", "sweep", "point"], kind="stable")
     return frame.drop(columns=["_ranked", "_score", "_group"]).reset_index(drop=True)
-
-

@@ -70,6 +70,7 @@ def read_sweep(path: Path) -> SweepFolder:
 
 
 def is_point(path: Path) -> bool:
+    """Whether a folder has any of the files of a point."""
     return any((path / name).is_file() for name in POINT_FILES)
 
 

@@ -31,9 +31,17 @@ class Estimate:
         return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
+def median(x: np.ndarray) -> float:
+    """Median of finite values; several times faster than numpy's for the short arrays of a run."""
+    ordered = x.copy()
+    ordered.sort()
+    n = len(ordered)
+    return float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
 def robust_scale(x: np.ndarray) -> float:
     """Standard deviation of normal data from the median absolute deviation: outliers don't count."""
-    return float(1.4826 * np.median(np.abs(x - np.median(x))))
+    return float(1.4826 * median(np.abs(x - median(x))))
 
 
 def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
@@ -46,7 +54,7 @@ def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
     """
     y = np.asarray(x, float) if logged else np.log(np.asarray(x, float))
     n = len(y)
-    middle = float(np.median(y))
+    middle = median(y)
     if n < 3:
         return Estimate(middle, math.inf, 1.0, n, 0.0)
     scale = robust_scale(y) or float(y.std())  # more than half of the values equal: no robust spread

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.stats import robust_scale
+from analysis.stats import median, robust_scale
 
 SHORT = 8
 SPREADS = 4.0
@@ -52,17 +52,17 @@ def steady(seconds: np.ndarray) -> Steady:
             return Steady(half, f"still drifting after {half} steps", drifts=True)
     reasons = []
     if first:
-        reasons.append(f"{first} first steps (up to {seconds[:first].max() / np.median(seconds[half:]):.3g}x)")
+        reasons.append(f"{first} first steps (up to {seconds[:first].max() / median(seconds[half:]):.3g}x)")
     if start > first:
         reasons.append(f"{start - first} of drift")
     return Steady(start, " + ".join(reasons) or "none")
 
 
 def _first_steps(x: np.ndarray, half: int) -> int:
-    reference = np.median(x[half:])
+    reference = median(x[half:])
     limit = reference + max(SPREADS * robust_scale(x[half:]), 0.02)
     for i in range(half):
-        if x[i] <= limit and np.median(x[i : i + 5]) <= limit:
+        if x[i] <= limit and median(x[i : i + 5]) <= limit:
             return i
     return half
 
@@ -72,7 +72,7 @@ def _drifting(x: np.ndarray) -> bool:
     n = len(x)
     if n < MIN_TREND:
         return False
-    middle = np.median(x)
+    middle = median(x)
     spread = robust_scale(x) or float(x.std()) or 1.0
     clipped = np.clip(x - middle, -4 * spread, 4 * spread)
     time = np.arange(n) - (n - 1) / 2

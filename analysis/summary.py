@@ -9,7 +9,7 @@ import numpy as np
 from analysis.files import dig, number, numbers
 from analysis.flags import flags
 from analysis.jsonl import Metrics
-from analysis.stats import estimate
+from analysis.stats import estimate, median
 from analysis.steady import steady
 
 NAN = float("nan")
@@ -23,13 +23,17 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     tokens/s on the logarithm, from which intervals and ties follow.
     """
     seconds = pace = steps.get("time/step")
-    if not np.isfinite(seconds).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
+    if not np.isfinite(
+        seconds
+    ).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
         pace = 1 / steps.get("perf/throughput")
     timed = np.isfinite(pace) & (pace > 0)
     when = steady(pace[timed])
-    kept = {name: values[timed][when.start :] for name, values in steps.columns.items()}
-    if timed.sum() - when.start < MIN_STEPS:
+    whole = bool(timed.all())
+    kept = {name: (values if whole else values[timed])[when.start :] for name, values in steps.columns.items()}
+    if int(timed.sum()) - when.start < MIN_STEPS:
         kept = {}
+    medians = _medians(kept)
     nproc = number(config.get("nproc"))
     tokens_per_step = number(summary.get("tokens_per_step"))
     if tokens_per_step != tokens_per_step:
@@ -37,16 +41,16 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     rate = _rate(kept, tokens_per_step)
     fit = estimate(rate) if len(rate) >= MIN_STEPS else None
     tokens_per_s = math.exp(fit.log_median) if fit else NAN
-    per_gpu = _median(kept.get("perf/tokens_per_s_per_gpu"))
+    per_gpu = medians.get("perf/tokens_per_s_per_gpu", NAN)
     row = {
         "tokens_per_s": tokens_per_s,
         "log_median": fit.log_median if fit else NAN,
         "log_error": fit.standard_error if fit else NAN,
         "df": fit.df if fit else NAN,
         "tokens_per_s_per_gpu": per_gpu if per_gpu == per_gpu else tokens_per_s / nproc,
-        "step_s": _median(kept.get("time/step")),
-        "data_s": _median(kept.get("time/data")),
-        **_utilisation(kept, summary, tokens_per_s, nproc),
+        "step_s": medians.get("time/step", NAN),
+        "data_s": medians.get("time/data", NAN),
+        **_utilisation(medians, summary, tokens_per_s, nproc),
         **_memory(steps, summary),
         "loss": _last(steps.get("loss")),
         "steps_done": steps.steps,
@@ -57,10 +61,10 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "damaged_lines": steps.damaged,
         "steps_s": float(np.nansum(seconds)),
         "dropped_s": float(seconds[timed][: when.start].sum()) if np.isfinite(seconds).any() else NAN,
-        "step_parts": _parts(kept),
+        "step_parts": _parts(medians),
         "memory_by_kind": _kinds(summary),
         "digest": _digest(pace[timed]),
-        **_device(kept),
+        **_device(medians),
         **_seconds(summary),
         "params": number(summary.get("params")),
         "replay_match": summary.get("replay_match"),
@@ -92,13 +96,13 @@ def _tokens_per_step(config: dict[str, Any]) -> float:
 
 
 def _utilisation(
-    kept: dict[str, np.ndarray], summary: dict[str, Any], tokens_per_s: float, nproc: float
+    medians: dict[str, float], summary: dict[str, Any], tokens_per_s: float, nproc: float
 ) -> dict[str, Any]:
     """MFU under each convention: what the run wrote, or else tokens/s times FLOPs per token over the peak."""
     peak = number(dig(summary, "peak", "flops")) * nproc
     row: dict[str, Any] = {}
     for name in ("mfu", "mfu_causal", "hfu"):
-        value = _median(kept.get(f"perf/{name}"))
+        value = medians.get(f"perf/{name}", NAN)
         if value != value and peak > 0:
             value = 100 * tokens_per_s * number(dig(summary, "flops_per_token", name)) / peak
         row[name] = value
@@ -121,10 +125,11 @@ def _memory(steps: Metrics, summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parts(kept: dict[str, np.ndarray]) -> dict[str, float]:
+def _parts(medians: dict[str, float]) -> dict[str, float]:
     """Median seconds of every timed part of a step (`time/comm`, `time/compute`, …), where communication is timed."""
-    parts = {k.removeprefix("time/"): _median(v) for k, v in kept.items() if k.startswith("time/") and k != "time/step"}
-    parts = {name: value for name, value in parts.items() if value == value}
+    parts = {
+        k.removeprefix("time/"): v for k, v in sorted(medians.items()) if k.startswith("time/") and k != "time/step"
+    }
     return parts if set(parts) - {"data"} else {}
 
 
@@ -134,19 +139,29 @@ def _kinds(summary: dict[str, Any]) -> dict[str, float]:
     return {str(k): number(v) for k, v in kinds.items() if number(v) >= 0} if isinstance(kinds, dict) else {}
 
 
-def _device(kept: dict[str, np.ndarray]) -> dict[str, float]:
+def _device(medians: dict[str, float]) -> dict[str, float]:
     names = ("power_w", "sm_clock_mhz", "temperature_c")
-    return {name: _median(kept.get(f"gpu/{name}")) for name in names}
+    return {name: medians.get(f"gpu/{name}", NAN) for name in names}
 
 
 def _seconds(summary: dict[str, Any]) -> dict[str, float]:
     return {f"{name}_s": number(dig(summary, "seconds", name)) for name in ("start", "build", "compile", "train")}
 
 
-def _median(values: np.ndarray | None) -> float:
-    if values is None or not np.isfinite(values).any():
-        return NAN
-    return float(np.nanmedian(values))
+def _medians(kept: dict[str, np.ndarray]) -> dict[str, float]:
+    """Median of every metric over the steady steps; columns without gaps are sorted together, which is faster."""
+    full = [name for name, values in kept.items() if np.isfinite(values).all()]
+    found = {}
+    if full and len(kept[full[0]]):
+        ordered = np.stack([kept[name] for name in full])
+        ordered.sort(axis=1)
+        n = ordered.shape[1]
+        found = dict(zip(full, ((ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2).tolist(), strict=True))
+    for name in kept.keys() - found.keys():
+        finite = kept[name][np.isfinite(kept[name])]
+        if len(finite):
+            found[name] = median(finite)
+    return found
 
 
 def _last(values: np.ndarray) -> float:
@@ -156,5 +171,3 @@ def _last(values: np.ndarray) -> float:
 
 def _digest(seconds: np.ndarray) -> str:
     return hashlib.sha256(seconds.tobytes()).hexdigest()[:16] if len(seconds) > 2 else ""
-
-

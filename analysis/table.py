@@ -8,6 +8,7 @@ from analysis import query
 from analysis.census import census
 from analysis.flags import MEANING
 from analysis.load import Data, load
+from analysis.pivot import pivot as pivot_table
 from analysis.provenance import GATE, UNKNOWN
 from analysis.rank import Ranked, rank
 from analysis.text import cell, table, title
@@ -23,16 +24,20 @@ def render(
     sort: str = "tokens_per_s",
     where: str | None = None,
     columns: str | None = None,
+    pivot: str | None = None,
     form: str = "text",
 ) -> str:
     """Ranked rows, then what was not ranked and why, then the census.
 
     `by`: best row of each value of these columns; `sort`: result column that ranks; `where`: filter, as in
-    `micro_batch>=8,reduction=zero2o`; `columns`: what to show; `form`: text, md, csv or latex.
+    `micro_batch>=8,reduction=zero2o`; `columns`: what to show; `pivot`: two knobs as rows and
+    columns; `form`: text, md, csv or latex.
     Raises BadInput for a wrong folder, column or expression.
     """
     data = load(paths)
     ranked = prepare(data, by=by, sort=sort, where=where)
+    if pivot:
+        return pivot_table(ranked, pivot, sort, form)
     shown = query.columns(columns, ranked) if columns else default_columns(ranked)
     if form in ("csv", "latex"):
         return rows_table(ranked.rows, shown, form)
@@ -54,7 +59,7 @@ def default_columns(ranked: Ranked) -> list[str]:
     rows = ranked.rows
     runs = ["runs"] if (rows["runs"] > 1).any() else []
     status = ["status"] if (rows["status"] != "ok").any() else []
-    filled = [c for c in DEFAULT if c in rows and rows[c].map(lambda v: cell(v, c)).ne("").any()]
+    filled = [c for c in DEFAULT if c in rows and any(values(rows, c))]
     return ["rank", *ranked.knobs, *status, *filled, *runs]
 
 
@@ -89,7 +94,7 @@ def group_tables(ranked: Ranked, columns: list[str], form: str) -> str:
     parts = []
     columns = [c for c in columns if c != "status" or finished["status"].ne("ok").any()]
     shown = [c for c in columns if c != "flags" or any(_own_flags(finished))]
-    finished = finished.assign(flags=_own_flags(finished))
+    finished = finished.assign(flags=pd.Series(_own_flags(finished), index=finished.index, dtype=object))
     for _, part in finished.groupby("group"):
         if ranked.differs:
             first = part.iloc[0]
@@ -130,7 +135,9 @@ def notes(data: Data, ranked: Ranked) -> list[str]:
     lines = []
     ties = int(finished["tie"].sum())
     if ties:
-        lines.append(f"{ties} row{'s' * (ties > 1)} can't be told apart from the best of the group (95 % intervals): a tie.")
+        lines.append(
+            f"{ties} row{'s' * (ties > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
+        )
     lines += [f"All rows: {name} ({MEANING[name]})." for name in common_flags(finished)]
     if len(finished) and all((finished[name] == UNKNOWN).all() for name in GATE):
         lines.append("No provenance was recorded: that the rows ran on the same code and hardware is taken on trust.")

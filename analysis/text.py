@@ -35,6 +35,7 @@ TITLES = {
 
 
 def title(column: str) -> str:
+    """What a reader sees at the head of a column."""
     return TITLES.get(column, column)
 
 
@@ -44,8 +45,10 @@ def cell(value: Any, column: str = "") -> str:
         return ""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
-    if column in ("half", "of_best"):
-        return f"{100 * value:.2g} %" if column == "half" else f"{100 * value:.1f} %"
+    if column == "half":  # 0.004 is the factor exp(±0.004); beyond a factor of two a percentage says nothing
+        return f"{100 * value:.2g} %" if value < 0.995 else "> 100 %"
+    if column == "of_best":
+        return f"{100 * value:.1f} %"
     if isinstance(value, float):
         if column.startswith("tokens_per_s"):
             return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
@@ -75,7 +78,11 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]], form: str = "tex
         return f"| {' | '.join(cells)} |" if form == "md" else "  ".join(cells).rstrip()
 
     if form == "md":
-        rule = "|" + "|".join(f"{'-' * (w + 1)}:" if r else "-" * (w + 2) for w, r in zip(widths, right, strict=True)) + "|"
+        rule = (
+            "|"
+            + "|".join(f"{'-' * (w + 1)}:" if r else "-" * (w + 2) for w, r in zip(widths, right, strict=True))
+            + "|"
+        )
     else:
         rule = "  ".join("-" * w for w in widths)
     return "\n".join([line(header), rule, *map(line, body)]) + "\n"
@@ -83,14 +90,20 @@ def table(header: Sequence[str], body: Sequence[Sequence[str]], form: str = "tex
 
 def is_number(text: str) -> bool:
     """Whether a cell is a number or empty, and so aligned to the right."""
-    return text == "" or re.fullmatch(r"[-+±]?[\d,.]+(e[-+]?\d+)?=?( %)?", text) is not None
+    return text == "" or re.fullmatch(r"(> )?[-+±]?[\d,.]+(e[-+]?\d+)?=?( %)?", text) is not None
 
 
 def _md(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "°": r"$^\circ$"}
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "°": r"$^\circ$",
+}
 _LATEX |= {c: f"\\{c}" for c in "&%$#_{}"}
 
 
@@ -103,5 +116,13 @@ def _latex(header: Sequence[str], body: Sequence[Sequence[str]], right: Sequence
     rows = [" & ".join(map(_tex, row)) + r" \\" for row in body]
     columns = "".join("r" if r else "l" for r in right)
     head = " & ".join(map(_tex, header)) + r" \\"
-    lines = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
+    lines = [
+        f"\\begin{{tabular}}{{{columns}}}",
+        r"\toprule",
+        head,
+        r"\midrule",
+        *rows,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
     return "\n".join(lines) + "\n"

@@ -26,7 +26,14 @@ def draw(ranked: Ranked, points: pd.DataFrame) -> list[Plot]:
         if others:
             plots.append(heatmap(ranked, knob, others[0], "tokens_per_s"))
         plots += [against(ranked, other, "tokens_per_s") for other in others[:MORE_KNOBS] if other != "nproc"]
-    plots += [memory_by_kind(ranked), pareto(ranked), scaling(ranked), step_parts(ranked), trace(ranked), time_spent(points)]
+    plots += [
+        memory_by_kind(ranked),
+        pareto(ranked),
+        scaling(ranked),
+        step_parts(ranked),
+        trace(ranked),
+        time_spent(points),
+    ]
     return [plot for plot in plots if plot]
 
 

@@ -70,6 +70,12 @@ def _write_cells(ax: Any, numbers: np.ndarray, status: dict[tuple[int, int], str
             ax.add_patch(box)
             if write:
                 ax.text(
-                    j, i, status[i, j], ha="center", va="center", fontsize=8, color=INK,
+                    j,
+                    i,
+                    status[i, j],
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=INK,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.2, "alpha": 0.9},
                 )

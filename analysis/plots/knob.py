@@ -5,7 +5,21 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.plots.series import Line, lines
-from analysis.plots.style import COLORS, INK, MARKERS, Plot, context, figure, finish, knob_axis, legend, numeric, positions, stem, thousands
+from analysis.plots.style import (
+    COLORS,
+    INK,
+    MARKERS,
+    Plot,
+    context,
+    figure,
+    finish,
+    knob_axis,
+    legend,
+    numeric,
+    positions,
+    stem,
+    thousands,
+)
 from analysis.rank import Ranked
 from analysis.text import title
 
@@ -58,7 +72,9 @@ def memory(ranked: Ranked, x: str) -> Plot | None:
         heading = f"Peak memory by {title(x)}"
         ax.set_title(heading)
         kinds = set(ranked.rows["memory_kind"].dropna())
-        caption = "Largest rank, inside the training steps" + (" (resident set of the process)." if kinds == {"rss"} else ".")
+        caption = "Largest rank, inside the training steps" + (
+            " (resident set of the process)." if kinds == {"rss"} else "."
+        )
         caption += f" Each point is the {note} by tokens/s." if note else ""
         return finish(fig, f"peak_memory_by_{stem(x)}", heading, caption)
 
@@ -72,12 +88,25 @@ def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
     if capacity <= 8 * top:
         ax.axhline(capacity, color=INK, linestyle="--", linewidth=1.2)
         ax.annotate(
-            f"capacity {capacity:.4g} GiB", (0.01, capacity), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", fontsize=9, va="bottom",
+            f"capacity {capacity:.4g} GiB",
+            (0.01, capacity),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=9,
+            va="bottom",
         )
         ax.set_ylim(0, max(capacity, top) * 1.12)
     else:
-        ax.text(0.99, 0.98, f"capacity {capacity:.4g} GiB, far above", transform=ax.transAxes, ha="right", va="top", fontsize=9)
+        ax.text(
+            0.99,
+            0.98,
+            f"capacity {capacity:.4g} GiB, far above",
+            transform=ax.transAxes,
+            ha="right",
+            va="top",
+            fontsize=9,
+        )
         ax.set_ylim(0, top * 1.2)
 
 
@@ -115,6 +144,13 @@ def _failed_marks(ax: Axes, drawn: list[Line], at: dict[object, float], x: str) 
     for i, line in enumerate(drawn):
         for value in line.failed[f"cfg:{x}"]:
             ax.annotate(
-                "×", (at[value], 0), xycoords=("data", "axes fraction"), xytext=(7 * (i - (len(drawn) - 1) / 2), 6),
-                textcoords="offset points", ha="center", color=COLORS[i % len(COLORS)], fontsize=12, fontweight="bold",
+                "×",
+                (at[value], 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(7 * (i - (len(drawn) - 1) / 2), 6),
+                textcoords="offset points",
+                ha="center",
+                color=COLORS[i % len(COLORS)],
+                fontsize=12,
+                fontweight="bold",
             )

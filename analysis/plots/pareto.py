@@ -19,7 +19,8 @@ def pareto(ranked: Ranked) -> Plot | None:
         return None
     rate, memory = rows[column].to_numpy(float), rows["peak_mem_gib"].to_numpy(float)
     front = rate > np.concatenate([[-np.inf], np.maximum.accumulate(rate)[:-1]])
-    by = next((k for k in ("reduction", *ranked.knobs) if k in ranked.knobs and rows[f"cfg:{k}"].astype(str).nunique() <= 8), None)
+    few = [k for k in ranked.knobs if rows[f"cfg:{k}"].astype(str).nunique() <= len(COLORS)]
+    by = "reduction" if "reduction" in few else few[0] if few else None
     with context():
         fig, ax = figure((5.8, 4.2))
         ax.step(memory[front], rate[front], where="post", color="#999999", linewidth=1.4, zorder=1)
@@ -28,19 +29,34 @@ def pareto(ranked: Ranked) -> Plot | None:
             mine = (kinds == kind).to_numpy()
             color = COLORS[i % len(COLORS)]
             name = (label([by], rows[mine].iloc[0]) if by else "") or None
-            ax.scatter(memory[mine], rate[mine], color=color, marker=MARKERS[i % len(MARKERS)], s=34, label=name, zorder=3, alpha=0.9)
+            marker = MARKERS[i % len(MARKERS)]
+            ax.scatter(memory[mine], rate[mine], color=color, marker=marker, s=34, label=name, zorder=3, alpha=0.9)
         if front.sum() <= NAMED:
             rest = [k for k in ranked.knobs if k != by]
-            for row_index in np.flatnonzero(front):
-                text = label(rest, rows.iloc[row_index]) if rest else ""
-                ax.annotate(text, (memory[row_index], rate[row_index]), xytext=(-5, 5), textcoords="offset points", fontsize=8, ha="right")
+            for at in np.flatnonzero(front):
+                last = at == np.flatnonzero(front)[-1] and front.sum() > 1
+                ax.annotate(
+                    label(rest, rows.iloc[at]) if rest else "",
+                    (memory[at], rate[at]),
+                    xytext=(-5 if last else 5, 5),
+                    textcoords="offset points",
+                    fontsize=8,
+                    ha="right" if last else "left",
+                )
         ax.margins(x=0.12, y=0.12)
         capacity = rows["capacity_gib"].dropna()
         if len(capacity) and capacity.min() <= 1.6 * memory.max():
             ax.axvline(float(capacity.min()), color=INK, linestyle="--", linewidth=1.2)
             ax.annotate(
-                f"capacity {capacity.min():.4g} GiB", (float(capacity.min()), 0.02), xycoords=("data", "axes fraction"),
-                xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="bottom", fontsize=8,
+                f"capacity {capacity.min():.4g} GiB",
+                (float(capacity.min()), 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(-3, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="bottom",
+                fontsize=8,
             )
         ax.yaxis.set_major_formatter(thousands)
         ax.set_xlabel("peak memory, GiB")
@@ -52,5 +68,3 @@ def pareto(ranked: Ranked) -> Plot | None:
         if by:
             caption += f" Colour: {title(by)}."
         return finish(fig, "pareto", heading, caption)
-
-

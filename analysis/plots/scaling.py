@@ -38,7 +38,10 @@ def scaling(ranked: Ranked, x: str = "nproc") -> Plot | None:
             knob_axis(ax, "devices", ordered, at, "log")
         left.set_ylabel("tokens/s")
         right.set_ylabel("efficiency, %")
-        low = min(100 * (line.rows["tokens_per_s_per_gpu"] / line.rows["tokens_per_s_per_gpu"].iloc[0]).min() for line in drawn)
+        low = min(
+            100 * (line.rows["tokens_per_s_per_gpu"] / line.rows["tokens_per_s_per_gpu"].iloc[0]).min()
+            for line in drawn
+        )
         right.set_ylim(max(0, min(low - 5, 80)), 105)
         legend(fig, left)
         heading = "Scaling over devices"

@@ -80,12 +80,15 @@ def legend(fig: Figure, ax: Axes) -> None:
 
 
 def context() -> Any:
-    return matplotlib.rc_context(RC)
+    """The style, for a `with` block around all drawing."""
+    return matplotlib.rc_context(RC)  # type: ignore[arg-type]
 
 
 def numeric(values: pd.Series) -> bool:
     """Whether a knob can be an axis with a scale."""
-    return not values.map(lambda v: isinstance(v, (bool, np.bool_))).any() and pd.to_numeric(values, errors="coerce").notna().all()
+    if values.map(lambda v: isinstance(v, (bool, np.bool_))).any():
+        return False
+    return bool(pd.to_numeric(values, errors="coerce").notna().all())
 
 
 def ordered_values(values: pd.Series) -> list[object]:

@@ -11,6 +11,7 @@ import yaml
 
 CAPACITY_GIB = 139.8
 PEAK = 989.4e12
+NOT_RUN = ("invalid", "infeasible", "pending")
 FLOPS_PER_TOKEN = {"mfu": 7.2e9, "mfu_causal": 6.75e9, "hfu": 7.2e9}
 
 
@@ -39,10 +40,13 @@ class Point:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     extra_metrics: dict[str, float] = field(default_factory=dict)
+    given: list[str] | None = None  # overrides, where they are fewer than the configuration
     started: bool = True  # False: in the grid, without a folder
 
     @property
     def overrides(self) -> list[str]:
+        if self.given is not None:
+            return self.given
         items = [f"model={self.model}", f"reduction={self.reduction}", f"micro_batch={self.micro_batch}"]
         items += [f"nproc={self.nproc}"] + [f"{key}={value}" for key, value in self.config.items()]
         return items + ([f"repeat={self.repeat}"] if self.repeat is not None else [])
@@ -161,13 +165,13 @@ def write_point(folder: Path, point: Point) -> None:
         "status": point.status,
         "reason": point.reason,
         "attempt": 1,
-        "started": "2026-11-29T10:00:00+00:00",
-        "ended": None if point.status == "running" else "2026-11-29T10:01:00+00:00",
+        "started": None if point.status in NOT_RUN else "2026-11-29T10:00:00+00:00",
+        "ended": None if point.status in (*NOT_RUN, "running") else "2026-11-29T10:01:00+00:00",
         "ranks": [{"rank": r, "pid": 100 + r, "host": "node0", "exit_code": 0} for r in range(point.nproc)],
-        "summary": summary if point.status not in ("invalid", "infeasible", "pending") else {},
+        "summary": summary if point.status not in NOT_RUN else {},
     }
     (folder / "status.json").write_text(json.dumps(status))
-    if point.status not in ("invalid", "infeasible", "pending"):
+    if point.status not in NOT_RUN:
         (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in metrics_lines(point)))
 
 

@@ -44,9 +44,8 @@ class Fsdp(DataParallel):
         names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
         devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
         self._group = devices.get_group("dp_shard")
-        self._keep = (
-            cfg.reduction.reshard_after_forward is False
-        )  # gathered weights live until the step's last backward
+        # gathered weights then live until the step's last backward
+        self._keep = cfg.reduction.reshard_after_forward is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
         self._once = cfg.reduction.accumulate == "once"
         self.meter = Meter(device)
@@ -67,8 +66,12 @@ class Fsdp(DataParallel):
         offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
         for block in self._blocks:
-            fully_shard(block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep)
-        return fully_shard(model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep)
+            fully_shard(
+                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+            )
+        return fully_shard(
+            model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+        )
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:

@@ -36,9 +36,7 @@ class Zero2(DataParallel):
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         optimizers = Optimizers(cfg, device)
-        self._buckets = make_buckets(
-            trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master
-        )
+        self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master)
         self._lane = Lane(device, self.meter)
         self._gather = WeightGather(model, self._buckets, self._lane, self.meter)
         self._updates = [_Update(group, optimizers) for group in _groups(self._gather.buckets)]

@@ -1,0 +1,227 @@
+"""`python -m analysis watch DIR`: a running or finished sweep, live, from its files alone, on any node that sees them."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from analysis.files import number, read_config, read_json
+from analysis.jsonl import parse_lines
+from analysis.load import STATUSES
+from analysis.scan import PointFolder, SweepFolder, read_sweep
+from analysis.text import cell
+from analysis.usage import wall_seconds
+
+TAIL_BYTES = 65536  # holds the last lines of any metrics file
+PATIENCE = 30.0  # seconds without a running point before a sweep with pending points counts as stopped
+RECENT = 6  # finished points shown
+
+
+@dataclass(frozen=True)
+class Running:
+    """A point that runs now, as of its last metrics line; NaN where there is none yet."""
+
+    name: str
+    step: float
+    steps: float
+    loss: float
+    tokens_per_s: float
+
+
+@dataclass
+class Snapshot:
+    """The sweep at one moment. `finished`: (name, status, detail), in the order in which they ended."""
+
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+    running: list[Running] = field(default_factory=list)
+    finished: list[tuple[str, str, str]] = field(default_factory=list)
+    seconds_a_point: float = float("nan")
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def left(self) -> int:
+        return self.counts.get("running", 0) + self.counts.get("pending", 0)
+
+    def line(self) -> str:
+        """`3 of 6 points done: 2 ok, 1 oom, 1 running, 2 pending; about 4 min left`."""
+        order = sorted(
+            self.counts, key=lambda s: (s in ("running", "pending"), STATUSES.index(s) if s in STATUSES else 99, s)
+        )
+        parts = ", ".join(f"{self.counts[s]} {s}" for s in order)
+        text = f"{self.name}: {self.total - self.left} of {self.total} points done: {parts}"
+        if self.left and self.seconds_a_point == self.seconds_a_point:
+            text += f"; about {duration(self.left * self.seconds_a_point)} left"
+        return text
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Watcher:
+    """Reads a sweep again and again; a point that has ended is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ended: dict[Path, tuple[str, str, str, str, float]] = {}  # path → ended, name, status, detail, seconds
+
+    def look(self) -> Snapshot:
+        """The sweep now."""
+        sweep: SweepFolder = read_sweep(self.folder)
+        shot = Snapshot(sweep.name)
+        for point in sweep.points:
+            state = self.ended[point.path][2] if point.path in self.ended else self._read(point, shot)
+            shot.counts[state] = shot.counts.get(state, 0) + 1
+        done = sorted(self.ended.values())
+        shot.finished = [(name, state, detail) for _, name, state, detail, _ in done]
+        trained = [
+            seconds for _, _, state, _, seconds in done if seconds > 0 and state not in ("invalid", "infeasible")
+        ]
+        if trained:
+            shot.seconds_a_point = sum(trained) / len(trained)
+        return shot
+
+    def _read(self, point: PointFolder, shot: Snapshot) -> str:
+        status = read_json(point.path / "status.json")
+        state: Any = status.get("status")
+        if not isinstance(state, str):
+            return "pending"
+        if state == "running":
+            shot.running.append(_running(point.path))
+        elif state != "pending":
+            detail = " ".join(str(status.get("reason") or "").split())
+            if state == "ok":
+                rate = _last(point.path).get("perf/throughput", float("nan"))
+                detail = f"{cell(rate, 'tokens_per_s')} tokens/s in the last step" if rate == rate else ""
+            ended = str(status.get("ended") or "")
+            self.ended[point.path] = (ended, point.path.name, state, detail, wall_seconds(status))
+        return state
+
+
+def _running(folder: Path) -> Running:
+    last = _last(folder)
+    nan = float("nan")
+    steps = number(read_config(folder / "config.yaml").get("steps"))
+    return Running(folder.name, last.get("step", nan), steps, last.get("loss", nan), last.get("perf/throughput", nan))
+
+
+def _last(folder: Path) -> dict[str, float]:
+    """The last readable metrics line, from the end of the file."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return {}
+    columns = parse_lines(data).columns
+    return {name: float(values[-1]) for name, values in columns.items() if len(values)}
+
+
+def watch(folder: Path, interval: float = 2.0, once: bool = False, out: TextIO | None = None) -> int:
+    """Shows the sweep until nothing is left to run; Ctrl-C ends it at any time. Always returns 0."""
+    stream = out or sys.stdout
+    watcher = Watcher(folder)
+    if once:
+        print(plain(watcher.look()), file=stream)
+        return 0
+    try:
+        if stream.isatty():
+            _live(watcher, interval)
+        else:
+            _lines(watcher, interval, stream)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def plain(shot: Snapshot) -> str:
+    """A snapshot as lines of text."""
+    lines = [shot.line()]
+    lines += [f"  {name}  {state}  {detail}".rstrip() for name, state, detail in shot.finished[-RECENT:]]
+    lines += [f"  {run_line(run)}" for run in shot.running]
+    return "\n".join(lines)
+
+
+def run_line(run: Running) -> str:
+    """`zero2o-mb8-1a2b3c4d  step 12 of 40  loss 4.21  51,200 tokens/s`."""
+    if run.step != run.step:
+        return f"{run.name}  starting"
+    of = f" of {run.steps:.0f}" if run.steps == run.steps else ""
+    text = f"{run.name}  step {run.step + 1:.0f}{of}"
+    text += f"  loss {run.loss:.4g}" if run.loss == run.loss else ""
+    return text + (
+        f"  {cell(run.tokens_per_s, 'tokens_per_s')} tokens/s" if run.tokens_per_s == run.tokens_per_s else ""
+    )
+
+
+class _Quiet:
+    """Tells when nothing has run for PATIENCE seconds, by this process's own monotonic clock."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+
+    def over(self, shot: Snapshot) -> bool:
+        if shot.running:
+            self.since = time.monotonic()
+        return shot.left == 0 or time.monotonic() - self.since > PATIENCE
+
+
+def _lines(watcher: Watcher, interval: float, stream: TextIO) -> None:
+    """For pipes and logs: a line when a point ends, and one when the census changes."""
+    shown, before, quiet = 0, "", _Quiet()
+    while True:
+        shot = watcher.look()
+        for name, state, detail in shot.finished[shown:]:
+            print(f"{name}  {state}  {detail}".rstrip(), file=stream, flush=True)
+        shown = len(shot.finished)
+        line = shot.line().partition("; about")[0]
+        if line != before:
+            print(shot.line(), file=stream, flush=True)
+            before = line
+        if quiet.over(shot):
+            if shot.left:
+                print(f"nothing is running; {shot.left} points pending", file=stream, flush=True)
+            return
+        time.sleep(interval)
+
+
+def _live(watcher: Watcher, interval: float) -> None:
+    """For terminals: one picture that is drawn again."""
+    from rich.live import Live
+
+    quiet = _Quiet()
+    with Live(_picture(watcher.look()), auto_refresh=False) as live:
+        while True:
+            shot = watcher.look()
+            live.update(_picture(shot), refresh=True)
+            if quiet.over(shot):
+                return
+            time.sleep(interval)
+
+
+def _picture(shot: Snapshot) -> Any:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    colors = {"ok": "green", "running": "cyan", "infeasible": "dim", "invalid": "dim"}
+    for name, state, detail in shot.finished[-RECENT:]:
+        table.add_row(Text(name), Text(state, style=colors.get(state, "red")), Text(detail, style="dim"))
+    for run in shot.running:
+        table.add_row(Text(run.name), Text("running", style="cyan"), Text(run_line(run).partition("  ")[2]))
+    bar = ProgressBar(total=max(shot.total, 1), completed=shot.total - shot.left, width=48)
+    return Group(Text(shot.line(), style="bold"), bar, table)
