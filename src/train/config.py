@@ -83,7 +83,7 @@ class Memory:
     # name) | budget (what torch picks for `budget`, under compile)
     recompute: str = "none"
     every: int = 1  # full, selective: in every n-th layer only
-    # selective: operators (aten::mm) or namespaces (aten) whose results are kept; null: the list in memory/recompute.py
+    # selective: operators (aten::mm) or namespaces whose results are kept; null: the list in memory/recompute.py
     targets: Optional[list[str]] = None
     budget: Optional[float] = None  # budget: share of the saved activations that is kept, 0..1
     activation_offload: bool = False  # what a layer saves for backward waits in host memory

@@ -161,8 +161,8 @@ def by_kind(alive: list[tuple[int, int]], trace: list[dict[str, Any]], known: Kn
     at = _alive_after(alive, trace[: top + 1])
     gradients = _gradient_events(trace, known.gradients)
     found: dict[str, int] = {}
-    for address, (size, event, index) in at.items():
-        kind = _kind(address, size, event, index in gradients, known)
+    for address, (size, made, index) in at.items():
+        kind = _kind(address, size, made, index in gradients, known)
         found[kind] = found.get(kind, 0) + size
     return found
 

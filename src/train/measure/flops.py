@@ -52,8 +52,7 @@ def flops_per_token(
 def _selective(model: Model, targets: list[str] | None) -> float:
     """Matmul FLOPs of a layer and token that selective recompute runs again (w_down's result is never needed)."""
     if targets is not None:
-        kept = {"aten", "aten::mm"} & set(targets)
-        return 0.0 if kept else 2.0 * (_layer_matmul_params(model) - model.dim * model.ffn)
+        return 0.0 if "aten::mm" in targets else 2.0 * (_layer_matmul_params(model) - model.dim * model.ffn)
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     square = 2 * (q == model.dim) + 2 * (kv == model.dim) + 2 * (model.ffn == model.dim)  # wq, wo; wk, wv; gate, up
     return 2.0 * square * model.dim**2
@@ -63,7 +62,7 @@ def _keeps(attention: str, targets: list[str] | None) -> bool:
     """Whether the results of an attention path are kept."""
     if attention == "math" or targets is None:
         return attention != "math"
-    return any(t == "aten" or "attention" in t and (attention in t or t == "torch_attn") for t in targets)
+    return any("attention" in t and (attention in t or t == "torch_attn") for t in targets)
 
 
 def _layer_matmul_params(model: Model) -> int:

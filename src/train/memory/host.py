@@ -18,7 +18,6 @@ from train.memory.offload import HostPool
 from train.memory.sign_sgd import SignSGD
 from train.parallel.adamw import AdamW, Piece, norms
 
-
 LEAVING = 8  # gradients on their way to the host, whose device memory is still held
 
 

@@ -59,17 +59,17 @@ class Keep:
     """The policy of selective recompute: an operator's result is kept if it is a target, else computed again."""
 
     def __init__(self, targets: Sequence[str] | None) -> None:
-        """`targets`: operators ("aten::mm") or namespaces ("aten"); None: `KEPT`. Raises ConfigError for unknown ones."""
+        """`targets`: operators ("aten::mm") or namespaces ("torch_attn"); None: `KEPT`. Raises ConfigError for unknown ones."""
         if targets is not None:
             check(targets)
         self.square_again = targets is None
         self.names = frozenset(KEPT if targets is None else targets) | frozenset(ALWAYS)
 
     def __call__(self, _: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-        # random numbers: a layer's second run would draw others
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            return CheckpointPolicy.MUST_SAVE
         name = op._schema.name
+        # random numbers: a second run would draw others. (Attention has the tag too, for a dropout that is never used)
+        if torch.Tag.nondeterministic_seeded in op.tags and name not in KEPT:
+            return CheckpointPolicy.MUST_SAVE
         if name not in self.names and op.namespace not in self.names:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if self.square_again and name == "aten::mm" and args[1].shape[0] == args[1].shape[1]:
@@ -78,11 +78,16 @@ class Keep:
 
 
 def check(targets: Sequence[str]) -> None:
-    """Raises ConfigError for a target that is neither an operator nor a namespace of the installed torch."""
+    """Raises ConfigError for a target that is neither an operator nor a namespace of the installed torch.
+
+    The namespace aten is refused too: it keeps everything, and torch changes some of its results in place.
+    """
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     spaces = {name.partition("::")[0] for name in names}
+    if "aten" in targets:
+        raise config.ConfigError("memory.targets", "aten", "keeps everything; that is memory.recompute=none")
     for target in targets:
         if target not in names and target not in spaces:
             raise config.ConfigError(
-                "memory.targets", target, "must be an operator such as aten::mm or a namespace such as aten"
+                "memory.targets", target, "must be an operator such as aten::mm or a namespace such as torch_attn"
             )

@@ -31,7 +31,7 @@ def build(model: nn.Module, cfg: config.Train, device: torch.device, world_size:
     if cfg.optim.grad_dtype == "fp32":  # gradients add up, over micro-batches and ranks, in more than bf16's 8 bits
         for p in model.parameters():
             if p.dtype == torch.bfloat16:
-                p.grad_dtype = torch.float32  # type: ignore[attr-defined]
+                p.grad_dtype = torch.float32
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 

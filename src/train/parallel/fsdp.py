@@ -15,9 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from train import config
-from train.parallel import collectives, mesh
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.parallel import collectives, mesh
 from train.parallel.adamw import AdamW, Piece, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
 from train.parallel.traffic import Meter

@@ -30,7 +30,6 @@ class Replicated(DataParallel):
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
         self._last = True
-        self._next_lr: float | None = None
         if world_size == 1:  # DDP keeps gradients in its buckets until all ranks' are added up
             for update, owner in zip(self._updates, self._offloaded, strict=bool(self._offloaded)):
                 for index, p in enumerate(update.parameters):
@@ -92,9 +91,6 @@ class Replicated(DataParallel):
         self._next_lr = None
         self.meter.end_step()
         return torch.tensor(square**0.5, dtype=self._updates[0].dtype, device=self._device)
-
-    def announce(self, lr: float) -> None:
-        self._next_lr = lr
 
     def _deliver(self, owner: HostOptimizer, index: int) -> Callable[[Tensor], None]:
         def gradient_is_in(parameter: Tensor) -> None:

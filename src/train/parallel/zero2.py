@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from train import config
-from train.parallel import collectives
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.parallel import collectives
 from train.parallel.adamw import AdamW, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
 from train.parallel.bucket import Bucket, make_buckets
