@@ -41,6 +41,7 @@ class Offload:
         self._model = model
         self._fixed: set[int] = set()  # storages of parameters
         self._input = 0  # storage of the layer's input
+        self._layer = 0  # forwards of layers so far
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._order: list[weakref.ref[_Saved]] = []  # in the order of forward
         self._leaving: deque[tuple[_Saved, Any]] = deque()
@@ -52,6 +53,7 @@ class Offload:
         if not self._fixed:  # not earlier: reductions move parameters into their buffers
             self._fixed = {p.untyped_storage()._cdata for p in self._model.parameters()}
         self._input = x.untyped_storage()._cdata
+        self._layer += 1
         self._known.clear()
         self._forget_dead()
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -68,7 +70,7 @@ class Offload:
             saved = ref()
             if saved is not None and not alive.expired():
                 return _Handle(saved)
-        saved = _Saved(tensor, self.pool, len(self._order))
+        saved = _Saved(tensor, self.pool, len(self._order), self._layer)
         self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))
         self._order.append(weakref.ref(saved))
         self._send(saved)
@@ -105,30 +107,41 @@ class Offload:
         if isinstance(packed, Tensor):
             return packed
         saved = packed.saved
-        self._settle(saved.index)
+        self._settle(saved.layer)
         self._fetch(saved)
+        saved.used = True
         self._forget_dead()
-        ahead = 0
-        for index in range(min(saved.index, len(self._order)) - 1, -1, -1):
-            if ahead == self._max_inflight:
-                break
-            if (before := self._order[index]()) is not None:
-                self._fetch(before)
-                ahead += 1
+        self._fetch_ahead(saved)
         if saved.arrived is not None:
             torch.cuda.current_stream().wait_event(saved.arrived)
             saved.arrived = None
         assert saved.device_tensor is not None
         return saved.device_tensor
 
-    def _settle(self, index: int) -> None:
-        """Backward has come: what is still leaving stays, except what belongs to forwards after `index`."""
+    def _fetch_ahead(self, saved: "_Saved") -> None:
+        """Start the copies of what backward needs next, the later in forward the sooner; a compiled layer asks for all it
+        saved at once, and its own tensors come first."""
+        for index in range(saved.index + 1, len(self._order)):
+            after = self._order[index]()
+            if after is not None and after.layer == saved.layer and after.device_tensor is None:
+                return
+        ahead = 0
+        for index in range(min(saved.index, len(self._order)) - 1, -1, -1):
+            if ahead == self._max_inflight:
+                return
+            before = self._order[index]()
+            if before is not None and not before.used:
+                self._fetch(before)
+                ahead += 1
+
+    def _settle(self, layer: int) -> None:
+        """Backward has come to `layer`: what is still leaving stays, except what later forwards saved."""
         if not self._leaving:
             return
         if (event := self._leaving[-1][1]) is not None:
             torch.cuda.current_stream().wait_event(event)
         for saved, _ in self._leaving:
-            if saved.index > index:
+            if saved.layer > layer:
                 saved.device_tensor = None
         self._leaving.clear()
 
@@ -156,9 +169,10 @@ class Offload:
 class _Saved:
     """One tensor in host memory; lives as long as a saved variable of the graph holds a handle to it."""
 
-    def __init__(self, tensor: Tensor, pool: "HostPool", index: int) -> None:
+    def __init__(self, tensor: Tensor, pool: "HostPool", index: int, layer: int) -> None:
         self.device_tensor: Tensor | None = tensor.detach()  # until the copy is done, and again from the copy back on
-        self.shape, self.index = tensor.shape, index
+        self.shape, self.index, self.layer = tensor.shape, index, layer
+        self.used = False  # by backward
         self.stride = torch.empty_like(tensor, device="meta").stride()  # the layout of the original, without gaps
         self.arrived: Any = None
         buffer = pool.take(tensor.nbytes)
