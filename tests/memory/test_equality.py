@@ -22,7 +22,13 @@ EXACT: dict[str, dict[str, Any]] = {
     "host": {"optimizer_offload": "full"},
 }
 HEAD = {"lm_head_chunk": 7}
-TIGHT = {"recompute": "full", "activation_offload": True, "max_inflight_activations": 1, **HEAD, "optimizer_offload": "optimizer"}
+TIGHT = {
+    "recompute": "full",
+    "activation_offload": True,
+    "max_inflight_activations": 1,
+    **HEAD,
+    "optimizer_offload": "optimizer",
+}
 
 
 @cache
@@ -77,7 +83,11 @@ def test_head_alone_within_rounding() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("memory", [EXACT["selective"] | EXACT["activation_offload"] | EXACT["optimizer"], EXACT["host"]], ids=["device", "host"])
+@pytest.mark.parametrize(
+    "memory",
+    [EXACT["selective"] | EXACT["activation_offload"] | EXACT["optimizer"], EXACT["host"]],
+    ids=["device", "host"],
+)
 def test_each_reduction_on_two_ranks(two: Ranks, reduction: str, memory: dict[str, Any]) -> None:
     case = Case(reduction)
     for got, want in zip(two.run(cases.train, case.with_(memory)), two.run(cases.train, case), strict=True):
@@ -97,7 +107,9 @@ def test_every_lever_with_every_reduction(two: Ranks, reduction: str, dtype: str
                 assert_same(got, want)
             else:  # micro-batches add up in fp32 on the host, in bf16 on the device
                 assert distance(got, want) < 0.02
-    for head, all_on in zip(two.run(cases.train, case.with_(HEAD)), two.run(cases.train, case.with_(TIGHT)), strict=True):
+    for head, all_on in zip(
+        two.run(cases.train, case.with_(HEAD)), two.run(cases.train, case.with_(TIGHT)), strict=True
+    ):
         assert_same(all_on, head)
 
 
@@ -109,8 +121,12 @@ def test_compiled(two: Ranks, reduction: str) -> None:
 
     case = replace(Case(reduction), compiled=True)
     plain = two.run(cases.train, case)
-    for got, want in zip(two.run(cases.train, case.with_(EXACT["activation_offload"] | EXACT["optimizer"])), plain, strict=True):
+    for got, want in zip(
+        two.run(cases.train, case.with_(EXACT["activation_offload"] | EXACT["optimizer"])), plain, strict=True
+    ):
         assert_same(got, want)
     budget = {"recompute": "budget", "budget": 0.5}
     for memory in (EXACT["full"], EXACT["selective"], budget, TIGHT):
-        assert distance(two.run(cases.train, case.with_(memory))[0], plain[0]) < 1e-3  # a step of AdamW magnifies rounding
+        assert (
+            distance(two.run(cases.train, case.with_(memory))[0], plain[0]) < 1e-3
+        )  # a step of AdamW magnifies rounding

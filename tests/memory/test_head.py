@@ -88,7 +88,9 @@ def test_no_tensor_as_large_as_the_logits() -> None:
 def test_a_loss_without_gradients() -> None:
     hidden, weight, targets = inputs(torch.float32)
     with torch.no_grad():
-        assert float(head(7)(hidden, weight, targets)) == pytest.approx(float(head(None)(hidden, weight, targets)), rel=1e-6)
+        assert float(head(7)(hidden, weight, targets)) == pytest.approx(
+            float(head(None)(hidden, weight, targets)), rel=1e-6
+        )
 
 
 def test_compiled() -> None:

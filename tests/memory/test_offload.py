@@ -26,7 +26,9 @@ class Watched(Offload):
     def _send(self, saved):  # type: ignore[no-untyped-def]
         self.sent.append(saved.shape)
         super()._send(saved)
-        self.alive = max(self.alive, sum(1 for r in self._order if (s := r()) is not None and s.device_tensor is not None))
+        self.alive = max(
+            self.alive, sum(1 for r in self._order if (s := r()) is not None and s.device_tensor is not None)
+        )
 
     def _unpack(self, packed):  # type: ignore[no-untyped-def]
         self.late += not isinstance(packed, Tensor) and packed.saved.device_tensor is None
@@ -70,7 +72,9 @@ def test_full_recompute_moves_a_layers_input_and_fetches_ahead_in_order(inflight
     assert sorted(watched.fetched) == list(range(total - inflight))
     layers = [index // (total // 5) for index in watched.fetched]
     assert layers == sorted(layers, reverse=True)
-    assert watched.late <= 3 + (total - 3 if inflight < 3 else 0)  # three tensors a layer: one in flight can't cover them
+    assert watched.late <= 3 + (
+        total - 3 if inflight < 3 else 0
+    )  # three tensors a layer: one in flight can't cover them
 
 
 def test_a_tensor_that_several_operators_save_moves_once() -> None:
@@ -121,7 +125,12 @@ def test_two_forwards_before_their_backwards() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6).t(), torch.arange(48.0).view(4, 12)[:, ::2], torch.ones(1, 6).expand(4, 6)],
+    [
+        torch.arange(24.0).view(4, 6),
+        torch.arange(24.0).view(4, 6).t(),
+        torch.arange(48.0).view(4, 12)[:, ::2],
+        torch.ones(1, 6).expand(4, 6),
+    ],
     ids=["plain", "transposed", "strided", "expanded"],
 )
 def test_layouts_come_back(tensor: Tensor) -> None:

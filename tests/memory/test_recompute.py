@@ -75,7 +75,9 @@ def test_targets_replace_the_list(targets: list[str], matmuls: int, attentions: 
 
 @pytest.mark.parametrize("target", ["aten::matmull", "nothing", "nothing::mm", "aten"])
 def test_unknown_targets_are_refused(target: str) -> None:
-    with pytest.raises(config.ConfigError, match=f"memory.targets={target}: (must be an operator such as aten::mm|keeps everything)"):
+    with pytest.raises(
+        config.ConfigError, match=f"memory.targets={target}: (must be an operator such as aten::mm|keeps everything)"
+    ):
         recompute.apply(build(), memory("selective", targets=["aten::mm", target]))
 
 
