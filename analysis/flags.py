@@ -9,6 +9,7 @@ from analysis.stats import Estimate, median
 
 MEANING = {
     "replay-mismatch": "a second pass gave other weights; the arithmetic of this run is not to be trusted",
+    "unqualified": "no record shows this attention kernel to be reproducible bit for bit on this device and torch",
     "throttled": "the GPU lowered its clocks (power, heat) during steady steps",
     "clocks": "the SM clock moved by more than 5 % during steady steps",
     "foreign-process": "another process used the GPU during the run",
@@ -18,6 +19,7 @@ MEANING = {
     "outliers": "more than one steady step in twenty took over 1.5 times the median",
     "data-bound": "waiting for data took more than 5 % of the step",
     "host": "the host was short of CPU or swapping during the run",
+    "profiled": "a profiler recorded two late steps, which slows them; for the trace, not for the ranking",
     "measured-peak": "no vendor figure for this device: MFU is relative to a measured matmul peak",
     "above-peak": "MFU is above 100 %: the peak that it is relative to is too low",
     "memory-tight": "peak memory is above 95 % of the capacity",
@@ -39,6 +41,7 @@ def flags(
     telemetry = dig(summary, "telemetry") or {}
     holds = {
         "replay-mismatch": row["replay_match"] is False,
+        "unqualified": dig(summary, "attention_qualified") is False,
         "throttled": (throttle is not None and np.nansum(throttle) > 0) or bool(dig(telemetry, "throttle_reasons")),
         "clocks": clock is not None and _spread(clock) > 0.05,
         "foreign-process": bool(dig(telemetry, "foreign_processes")) or _any_positive(kept.get("gpu/foreign")),
@@ -48,6 +51,7 @@ def flags(
         "outliers": float(np.mean(seconds > 1.5 * median(seconds))) > 0.05,
         "data-bound": row["data_s"] > 0.05 * row["step_s"],
         "host": bool(dig(telemetry, "host_pressure")),
+        "profiled": bool(dig(summary, "profiled_steps")),
         "measured-peak": dig(summary, "peak", "kind") == "measured",
         "above-peak": row["mfu"] > 100,
         "memory-tight": row["peak_mem_gib"] > 0.95 * row["capacity_gib"],

@@ -111,7 +111,7 @@ def _csv_of_steps(path: Path, frame: pd.DataFrame) -> list[Run]:
         for ours, key in STEP_KEYS.items():
             if ours in part.columns:
                 columns[key] = pd.to_numeric(part[ours], errors="coerce").to_numpy(float)
-        taken = {"step", "run", *STEP_KEYS}
+        taken = {"step", *STEP_KEYS}  # the run's own name stays: it tells runs with equal settings apart
         settings = {str(c): part[c].iloc[0] for c in part if c not in taken and part[c].nunique() == 1}
         runs.append(_run(path, str(name), jsonl.Metrics(columns, 0), settings))
     return runs

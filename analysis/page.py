@@ -3,6 +3,7 @@
 import base64
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from typing import Any
 
@@ -86,7 +87,7 @@ class Content:
     command: str = ""
     reference_header: list[str] = field(default_factory=published.header)
 
-    @property
+    @cached_property
     def numeric(self) -> list[bool]:
         """Which columns of the table are numbers throughout."""
         return [all(is_number(cells[i]) for cells, _, _ in self.rows) for i in range(len(self.header))]
@@ -95,8 +96,10 @@ class Content:
 def content(name: str, data: Data, ranked: Ranked, plots: list[Plot], reference: pd.DataFrame) -> Content:
     """Collects the page from ranked rows; holds no time of day and no absolute path. `reference`: published rows."""
     rows = ranked.rows
+    rows = rows.assign(steady_steps=rows["steady_steps"].where(rows["steady_steps"] > 0))
     filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c))]
     columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *filled]
+    rows = rows.assign(group=[group_name(number) for number in rows["group"]])
     cells = list(zip(*(values(rows, c) for c in columns), strict=True))
     keys = list(zip(*(_sort_keys(rows, c) for c in columns), strict=True))
     seen = [flag for flags in rows["flags"] for flag in flags]
@@ -118,6 +121,11 @@ def content(name: str, data: Data, ranked: Ranked, plots: list[Plot], reference:
         flags=[(name, MEANING[name]) for name in MEANING if name in seen],
         command=str(commands[0]) if commands else "",
     )
+
+
+def group_name(number: int) -> str:
+    """A, B, … for provenance groups; empty for rows without a result."""
+    return "" if number < 0 else chr(ord("A") + number) if number < 26 else f"A{number}"
 
 
 def _hours(data: Data) -> str:
@@ -144,6 +152,8 @@ def _provenance(ranked: Ranked) -> list[tuple[str, list[str]]]:
     """(column, its value in each provenance group); columns without any value are left out."""
     groups = [part for _, part in ranked.rows[ranked.rows["group"] >= 0].groupby("group")]
     listed = []
+    if len(groups) > 1:
+        listed.append(("group", [group_name(i) for i in range(len(groups))]))
     for name in PROVENANCE:
         texts = [" / ".join(dict.fromkeys(cell(v) for v in part[name] if cell(v))) for part in groups if name in part]
         if any(text not in ("", "unknown") for text in texts):
@@ -176,7 +186,7 @@ def markdown(c: Content) -> str:
         parts.append(f"- {status}: {reason} ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})\n")
     parts.append("## Provenance\n")
     groups = max((len(texts) for _, texts in c.provenance), default=0)
-    header = ["", *(f"group {i}" if groups > 1 else "value" for i in range(groups))]
+    header = ["", *[""] * groups]
     parts.append(table(header, [[n, *t] for n, t in c.provenance], "md"))
     if c.fixed:
         parts.append("Same in all points: " + ", ".join(f"{k}={v}" for k, v in c.fixed) + ".\n")

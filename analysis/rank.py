@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.determinism import price
 from analysis.load import Data
 from analysis.provenance import split
 from analysis.stats import t975
@@ -48,6 +49,7 @@ def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
     keys = configuration_key(config).where(config.notna().any(axis=1), points["identity"].astype(str))
     merged["key"] = keys
     frame = combine(merged)
+    frame["determinism_price"] = price(frame)
     frame = order(frame, by)
     fixed = {str(c): config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
     return Ranked(frame, knobs, fixed, differs)
@@ -173,10 +175,10 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     for _, part in frame[ranked].groupby("group"):
         score = -sign * np.log(part[by].to_numpy(float))
         noise = part["half"].fillna(0).to_numpy(float) if with_noise else np.zeros(len(part))
-        better = score[None, :] - score[:, None] > np.hypot(noise[None, :], noise[:, None])
-        frame.loc[part.index, "rank"] = better.sum(axis=1) + 1
+        frame.loc[part.index, "rank"] = surely_better(score, noise) + 1
         best = int(np.argmax(score))
-        frame.loc[part.index, "tie"] = (~better[:, best]) & (np.arange(len(part)) != best)
+        apart = score[best] - score > np.hypot(noise, noise[best])
+        frame.loc[part.index, "tie"] = ~apart & (np.arange(len(part)) != best)
         ratio = np.exp(score - score[best])
         frame.loc[part.index, "of_best"] = ratio
     frame["_ranked"] = ~ranked
@@ -184,3 +186,13 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     frame["_group"] = frame["group"].where(ranked, len(frame))
     frame = frame.sort_values(["_ranked", "_group", "_score", "key", "sweep", "point"], kind="stable")
     return frame.drop(columns=["_ranked", "_score", "_group"]).reset_index(drop=True)
+
+
+def surely_better(score: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """For each row how many others lie above it by more than the two half-widths together; in slices, to bound memory."""
+    counts = []
+    for start in range(0, len(score), 256):
+        part = slice(start, start + 256)
+        above = score[None, :] - score[part, None]
+        counts.append((above > np.hypot(noise[None, :], noise[part, None])).sum(axis=1))
+    return np.concatenate(counts)

@@ -13,7 +13,17 @@ from analysis.provenance import GATE, UNKNOWN
 from analysis.rank import Ranked, rank
 from analysis.text import cell, table, title
 
-DEFAULT = ("tokens_per_s", "half", "of_best", "mfu", "step_s", "peak_mem_gib", "steady_steps", "flags")
+DEFAULT = (
+    "tokens_per_s",
+    "half",
+    "of_best",
+    "mfu",
+    "step_s",
+    "peak_mem_gib",
+    "determinism_price",
+    "steady_steps",
+    "flags",
+)
 LIST_LIMIT = 12  # reasons and names listed in text before "and N more"
 
 
@@ -131,13 +141,18 @@ def failures(ranked: Ranked, form: str) -> str:
 
 def notes(data: Data, ranked: Ranked) -> list[str]:
     """Sentences below the table: what all rows share, ties, what was left out."""
-    finished = ranked.rows[ranked.rows["rank"].notna()]
+    rows = ranked.rows
+    finished = rows[rows["rank"].notna()]
     lines = []
     ties = int(finished["tie"].sum())
     if ties:
         lines.append(
             f"{ties} row{'s' * (ties > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
         )
+    for point, root, difference in zip(rows["point"], rows["leaf_root"], rows["replay_difference"], strict=True):
+        if isinstance(root, str):
+            outcome = f"differs: {difference}" if isinstance(difference, str) else f"all passes equal, leaf root {root}"
+            lines.append(f"Replay of {point}: {outcome}.")
     lines += [f"All rows: {name} ({MEANING[name]})." for name in common_flags(finished)]
     if len(finished) and all((finished[name] == UNKNOWN).all() for name in GATE):
         lines.append("No provenance was recorded: that the rows ran on the same code and hardware is taken on trust.")

@@ -66,21 +66,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+Ended = tuple[str, str, str, str, float]  # time, name, status, detail, seconds
+
+
 class Watcher:
     """Reads a sweep again and again; a point that has ended is read once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ended: dict[Path, tuple[str, str, str, str, float]] = {}  # path → ended, name, status, detail, seconds
+        # In the order in which they were seen to have ended
+        self.ended: dict[Path, Ended] = {}
 
     def look(self) -> Snapshot:
         """The sweep now."""
         sweep: SweepFolder = read_sweep(self.folder)
         shot = Snapshot(sweep.name)
+        news: dict[Path, Ended] = {}
         for point in sweep.points:
-            state = self.ended[point.path][2] if point.path in self.ended else self._read(point, shot)
+            state = self.ended[point.path][2] if point.path in self.ended else self._read(point, shot, news)
             shot.counts[state] = shot.counts.get(state, 0) + 1
-        done = sorted(self.ended.values())
+        self.ended |= dict(sorted(news.items(), key=lambda item: item[1]))
+        done = list(self.ended.values())
         shot.finished = [(name, state, detail) for _, name, state, detail, _ in done]
         trained = [
             seconds for _, _, state, _, seconds in done if seconds > 0 and state not in ("invalid", "infeasible")
@@ -89,7 +95,7 @@ class Watcher:
             shot.seconds_a_point = sum(trained) / len(trained)
         return shot
 
-    def _read(self, point: PointFolder, shot: Snapshot) -> str:
+    def _read(self, point: PointFolder, shot: Snapshot, news: dict[Path, Ended]) -> str:
         status = read_json(point.path / "status.json")
         state: Any = status.get("status")
         if not isinstance(state, str):
@@ -102,7 +108,7 @@ class Watcher:
                 rate = _last(point.path).get("perf/throughput", float("nan"))
                 detail = f"{cell(rate, 'tokens_per_s')} tokens/s in the last step" if rate == rate else ""
             ended = str(status.get("ended") or "")
-            self.ended[point.path] = (ended, point.path.name, state, detail, wall_seconds(status))
+            news[point.path] = (ended, point.path.name, state, detail, wall_seconds(status))
         return state
 
 

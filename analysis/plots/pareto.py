@@ -31,12 +31,12 @@ def pareto(ranked: Ranked) -> Plot | None:
             name = (label([by], rows[mine].iloc[0]) if by else "") or None
             marker = MARKERS[i % len(MARKERS)]
             ax.scatter(memory[mine], rate[mine], color=color, marker=marker, s=34, label=name, zorder=3, alpha=0.9)
-        if front.sum() <= NAMED:
-            rest = [k for k in ranked.knobs if k != by]
+        rest = [k for k in ranked.knobs if k != by]
+        if front.sum() <= NAMED and len(rest) == 1:  # longer names would cover one another
             for at in np.flatnonzero(front):
                 last = at == np.flatnonzero(front)[-1] and front.sum() > 1
                 ax.annotate(
-                    label(rest, rows.iloc[at]) if rest else "",
+                    label(rest, rows.iloc[at]),
                     (memory[at], rate[at]),
                     xytext=(-5 if last else 5, 5),
                     textcoords="offset points",

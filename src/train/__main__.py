@@ -5,44 +5,29 @@ left over; 2 bad input; 130, 143, 129 after SIGINT, SIGTERM, SIGHUP.
 """
 
 import os
-import re
 import sys
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from train import command_line, completion, help
 from train.config import ConfigError
 from train.errors import one_line
 from train.launch import environment
 from train.sweep.store import conf_dir, register
 
-#: flags with which Hydra only prints something
-PRINTING = ("--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc")
-PLAIN = re.compile(r"[\w.+-]+")
-
-
-def prepare(args: list[str]) -> list[str]:
-    """Arguments as Hydra wants them: one mode, free-form env names, and names that look like numbers kept as text."""
-    out = []
-    for arg in args:
-        key, eq, value = arg.partition("=")
-        if eq and key == "name" and PLAIN.fullmatch(value) and value != "null":
-            arg = f"name='{value}'"
-        elif eq and key.startswith(("env.", "nccl.env.")):
-            parts = value.split(",")
-            quoted = ",".join(f"'{p}'" for p in parts) if all(PLAIN.fullmatch(p) for p in parts) else value
-            arg = f"++{key}={quoted}"  # a typed mapping is closed otherwise
-        out.append(arg)
-    if not any(a.split("=")[0] in PRINTING for a in out):
-        out = ["--multirun"] + [a for a in out if a not in ("-m", "--multirun", "-r", "--run")]
-    return out
+BAD_INPUT = (ConfigError, command_line.UsageError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def main() -> None:
     """Entry point of `python -m train` and of the console script. Never returns: exits with the codes above."""
     user_args = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the caller
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # LC_ALL=C must not end a sweep
     full_error = environment.USER.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises typed exceptions; ranks get environment.USER, not this
 
@@ -51,14 +36,25 @@ def main() -> None:
         raise AssertionError("points are run by the sweeper, never by Hydra's own launcher")
 
     try:
-        register(ConfigStore.instance())
-        sys.argv[1:] = prepare(user_args)
+        flags = command_line.parse(user_args)
+        if flags.shell_completion and completion.asked(sys.argv[0], flags.overrides):
+            print(completion.BASH)
+            sys.exit(0)
+        register(ConfigStore.instance(), help.template(flags.config_dir))
+        sys.argv[1:] = command_line.for_hydra(flags)
         task()
-    except (ConfigError, HydraException, OmegaConfBaseException) as e:
+        sys.stdout.flush()
+    except BAD_INPUT as e:
         if full_error:
             raise
         sys.stderr.write(f"error: {one_line(e, user_args)}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was written\n")
+        sys.exit(130)
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 if __name__ == "__main__":

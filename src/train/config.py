@@ -6,10 +6,15 @@ the result, and supervisors and ranks read it back with `load`. No torch and no 
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional, get_args, get_origin, get_type_hints
 
 import yaml
+
+#: libyaml's safe loader where PyYAML was built with it: 1 ms instead of 25 ms for a frozen point
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+YAML_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class ConfigError(Exception):
@@ -60,7 +65,7 @@ class Parallelism:
     """Degrees of the mesh; their product is nproc."""
 
     name: str = "???"
-    dp_replicate: int = -1  # data-parallel copies of the state; -1: what is left of nproc (ddp), else 1
+    dp_replicate: int = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
     dp_shard: int = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
 
 
@@ -70,7 +75,7 @@ class Reduction:
 
     name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
     bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
-    accumulate: Optional[str] = None  # zero2*: reduce `once` a step, or after `every` micro-batch
+    accumulate: Optional[str] = None  # zero2*, fsdp: reduce `once` a step, or after `every` micro-batch
     reshard_after_forward: Optional[bool] = None  # fsdp: free gathered weights after forward
 
 
@@ -149,6 +154,26 @@ class Hardware:
 
 
 @dataclass
+class Round:
+    """Local steps between exchanges of weights, over `parallelism.dp_replicate` islands."""
+
+    name: str = "none"  # none | delta
+    inner_steps: int = 1  # steps an island takes by itself; `steps` is a multiple of it
+    topk: float = 1.0  # share of a delta's elements that is sent; what is not sent now is sent later
+    bits: int = 32  # of a sent element: 32 | 8 | 4
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0  # Nesterov
+
+
+@dataclass
+class Checkpoint:
+    """Sharded, synchronous checkpoints in the point's folder; a rerun of the point goes on from the newest."""
+
+    every: Optional[int] = None  # steps; null: none
+    keep: int = 2  # complete ones that are kept
+
+
+@dataclass
 class Launch:
     """Where and how ranks are started."""
 
@@ -158,6 +183,13 @@ class Launch:
     hang_seconds: float = (
         10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
     )
+
+
+@dataclass
+class Budget:
+    """What a command may spend."""
+
+    hours: Optional[float] = None  # wall time of one command; what does not fit stays pending
 
 
 @dataclass
@@ -176,6 +208,8 @@ class Train:
     optim: Optim = field(default_factory=Optim)
     hardware: Hardware = field(default_factory=Hardware)
     launch: Launch = field(default_factory=Launch)
+    round: Round = field(default_factory=Round)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     micro_batch: int = 4  # rows a data-parallel rank handles per forward
     grad_accum: Optional[int] = None  # micro-batches a step; null: 1, or what global_batch asks for
@@ -187,35 +221,47 @@ class Train:
     nproc: Optional[int] = None  # ranks; null: all visible GPUs, 2 on a CPU
     env: dict[str, str] = field(default_factory=dict)  # environment of the ranks
     profile: bool = False  # keep a trace of two late steps per rank
+    replay: bool = False  # run the same steps again, here and in a fresh process, and compare them bit for bit
+    deterministic: Optional[bool] = None  # torch's deterministic kernels; null: with replay only
     repeat: int = 0  # which of `repeats` (resolved)
+    fault: Optional[str] = None  # KIND@rank:step: something that breaks on purpose (train.faults)
 
     # how the sweep is run: not part of a point's identity
     name: Optional[str] = None  # folder under out; naming a finished or broken sweep resumes it; null: a timestamp
     out: str = "outputs"
     plan: bool = False  # list the points and stop
     repeats: int = 1
+    budget: Budget = field(default_factory=Budget)
     timeout: Optional[float] = None  # seconds a point may take
     retries: int = 3  # attempts at a point that crashed or timed out, over all commands
     prune: bool = True  # points larger than one that ran out of memory become infeasible
     max_failures: int = 3  # identical crashes in a row that stop the sweep
     code: Optional[str] = None  # new: continue a sweep whose code has changed since
+    fabric: Optional[bool] = None  # measure links and collectives, once a host and sweep; null: on GPUs only
 
 
 #: keys that do not change what a rank computes, so they are no part of a point's identity
-NOT_IDENTITY = ("launch", "name", "out", "plan", "repeats", "timeout", "retries", "prune", "max_failures", "code")
+NOT_IDENTITY = (
+    "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code", "fabric",
+)  # fmt: skip
 
 
 def load(path: Path) -> Train:
     """Read a frozen config.yaml. Raises ConfigError on a key or type that the schema doesn't have."""
     with open(path, encoding="utf-8") as f:
-        return from_dict(Train, yaml.safe_load(f))
+        return from_dict(Train, yaml.load(f, YAML_LOADER))
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def from_dict(cls: Any, data: Any, prefix: str = "") -> Any:
     """Build dataclass `cls` from nested plain data. Raises ConfigError on unknown keys."""
     if not isinstance(data, dict):
         raise ConfigError(prefix.rstrip(".") or "config", data, "must be a mapping")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ConfigError(prefix + unknown[0], data[unknown[0]], f"is not a key; valid: {', '.join(sorted(hints))}")

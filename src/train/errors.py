@@ -1,40 +1,98 @@
 """Hydra's and OmegaConf's exceptions as one line: key, value, what is valid, nearest name."""
 
-import difflib
 import re
-from typing import Any
+from functools import lru_cache
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
+    ConfigAttributeError,
     ConfigKeyError,
     ConfigTypeError,
-    InterpolationKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
+    UnsupportedInterpolationType,
     ValidationError,
 )
 
-from train.config import ConfigError, Train
+from train import names
+from train.config import ConfigError
+from train.names import nearest
+from train.sweep.validate import accepts
+
+#: groups that are no part of a point's configuration
+RUN_GROUPS = ("recipe", "sweeps")
 
 
-def nearest(word: str, valid: list[str]) -> str:
-    """`; did you mean X?` for a close name, else nothing."""
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+def one_line(error: BaseException, args: list[str]) -> str:
+    """The message for `error`, raised while handling the command line `args`."""
+    if isinstance(error, ConfigError):
+        return _flat(str(error))
+    if isinstance(error, OverrideParseException):
+        return _grammar(error)
+    if isinstance(error, yaml.YAMLError):
+        return _yaml(error)
+    cause = error
+    while isinstance(cause, ConfigCompositionException) and (deeper := cause.__cause__ or cause.__context__):
+        cause = deeper
+    if isinstance(cause, MissingConfigException):
+        return _missing(cause)
+    if isinstance(cause, yaml.YAMLError):
+        return _yaml(cause)
+    text = str(error).strip()
+    file = re.match(r"In '([^']+)': ", text)
+    if isinstance(cause, OmegaConfBaseException):
+        return _value(cause, text, args, f"{file[1]}.yaml: " if file else "")
+    return _composition(text, args)
 
 
-def keys(cls: Any = Train, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema."""
-    import dataclasses
-    from typing import get_type_hints
+def _value(cause: OmegaConfBaseException, text: str, args: list[str], where: str) -> str:
+    """A key or value that doesn't fit the schema, on the command line or, with `where`, in a file."""
+    found = re.search(r"(?:Could not \w+|Error merging override) '?([^'\s=]+)'?(?:=([^\n]*))?", text)
+    key = (found[1] if found else str(cause.full_key or "")).rstrip(".").lstrip("+~")
+    if not key and (quoted := re.search(r"Key '([^']+)'", text)):
+        key = quoted[1]
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) or "is not in struct" in str(cause):
+        return where + _unknown(str(cause.full_key or key) if where else key, args)
+    value = _argument(key, args) if not where else ""
+    if not value and (shown := re.search(r"Value '(.*?)'", text, re.DOTALL)):
+        value = shown[1]
+    said = _flat(f"{where}{key}={value}" if value or not where else f"{where}{key}")
+    if where and not key:
+        return f"{where}{_flat(str(cause).splitlines()[0])}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{where}{key}: has no value; must be {_valid(key)}"
+    if isinstance(cause, (InterpolationResolutionError, GrammarParseError, UnsupportedInterpolationType)):
+        return f"{said}: {_flat(str(cause).splitlines()[0])}"
+    if isinstance(cause, (ValidationError, ConfigTypeError)):
+        return f"{said}: must be {_valid(key)}"
+    return f"{said}: {_flat(str(cause).splitlines()[0])}"
 
-    out = []
-    for name, hint in get_type_hints(cls).items():
-        out.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            out += keys(hint, f"{prefix}{name}.")
-    return out
+
+def _valid(key: str) -> str:
+    if key in names.hints():
+        return accepts(key)
+    parent = key.rpartition(".")[0]
+    return "text" if parent in ("env", "nccl.env") else "a value of the schema's type"
+
+
+def _composition(text: str, args: list[str]) -> str:
+    """What Hydra says about groups and overrides as such."""
+    group = re.search(r"Could not override '([^'=]+)", text)
+    if group and "defaults list" in text:
+        return _unknown(group[1].lstrip("+~").partition("@")[0], args)
+    if there := re.search(r"An item is already at '([^']+)'", text):
+        return f"+{there[1]}: is a key already; write {there[1]}={_argument(there[1], args)}"
+    return _flat(text)[:400]
+
+
+def _flat(text: str) -> str:
+    """One line, cut in the middle where a value is pages long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 700 else f"{line[:300]} … {line[-300:]}"
 
 
 def _argument(key: str, args: list[str]) -> str:
@@ -46,80 +104,57 @@ def _argument(key: str, args: list[str]) -> str:
     return ""
 
 
-def one_line(error: Exception, args: list[str]) -> str:
-    """The message for `error`, raised while handling the command line `args`."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, OverrideParseException):
-        return _grammar(error)
-    if isinstance(error, MissingConfigException):
-        return _missing(error, args)
-    cause: BaseException = error
-    while isinstance(cause, ConfigCompositionException) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, MissingConfigException):
-        return _missing(cause, args)
-    text = str(error).strip()
-    match = re.search(r"(?:Could not override|Error merging override) '?([^'\s=]+)'?(?:=([^\n]*))?", text)
-    key = match[1].rstrip(".").lstrip("+~") if match else str(getattr(cause, "full_key", "") or "")
-    if isinstance(error, ConfigCompositionException) and "defaults list" in text and match:
-        return _unknown(key, args)
-    if isinstance(cause, ConfigKeyError) or "is not in struct" in str(cause):
-        return _unknown(key or str(getattr(cause, "full_key", "")), args)
-    value = _argument(key, args) or (match[2] if match and match[2] else str(getattr(cause, "value", "") or ""))
-    if isinstance(cause, (MissingMandatoryValue,)):
-        return f"{key}: has no value; give one"
-    if isinstance(cause, InterpolationKeyError):
-        return f"{key}={value}: {str(cause).splitlines()[0]}"
-    if isinstance(cause, (ValidationError, ConfigTypeError)):
-        return f"{key}={value}: must be {_expected(cause)}"
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{key}={value}: {str(cause).splitlines()[0]}" if key else str(cause).splitlines()[0]
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())[:400]
-
-
-def _expected(cause: OmegaConfBaseException) -> str:
-    text = str(cause)
-    for pattern, words in (("Integer", "an integer"), ("Float", "a number"), ("Boolean", "true or false")):
-        if pattern in text:
-            return words
-    if "None" in text or "non-optional" in text:
-        return "given (null is not valid)"
-    if "String" in text or "Cannot convert" in text or "str" in text:
-        return "text"
-    return f"of the schema's type ({text.splitlines()[0]})"
-
-
 def _unknown(key: str, args: list[str]) -> str:
     value = _argument(key, args)
     shown = f"{key}={value}" if value else key
-    if "/" in key:
-        dotted = key.replace("/", ".")
+    if "/" in key and (dotted := key.replace("/", ".")) in names.hints():
         return f"{shown}: is not a group; for a value inside one write {dotted}={value}"
-    valid = keys()
-    parent = key.rpartition(".")[0]
-    siblings = [k for k in valid if k.rpartition(".")[0] == parent] if parent in ("", *valid) else valid
-    names = siblings if key.count(".") else [*siblings, "recipe", "sweeps"]
-    return f"{shown}: is not a key{nearest(key, [*valid, 'recipe', 'sweeps'])} (valid: {', '.join(sorted(names))})"
+    every = [*names.hints(), *RUN_GROUPS]
+    parent, _, last = key.rpartition(".")
+    if not parent or parent in every:
+        siblings = [k for k in names.hints() if k.rpartition(".")[0] == parent]
+        prefix = f"{parent}." if parent else ""
+        close = nearest(last, [k.rpartition(".")[2] for k in siblings]).replace("mean ", f"mean {prefix}")
+        found = close or nearest(key, every)
+        listed = ", ".join(sorted(siblings)) if parent else "the groups and keys of `python -m train --help`"
+        return f"{shown}: is not a key{found} (valid: {listed})"
+    return f"{shown}: is not a key{nearest(key, every)} (valid: those of `python -m train --help`)"
 
 
-def _missing(error: MissingConfigException, args: list[str]) -> str:
+def _missing(error: MissingConfigException) -> str:
     missing = str(error.missing_cfg_file or "")
-    group, _, option = missing.rpartition("/")
+    group, _, option = missing.partition("/") if names.is_group(missing.partition("/")[0]) else missing.rpartition("/")
     options = sorted(error.options or [])
     if not group:
-        return " ".join(str(error).split())[:300]
+        return _flat(str(error))[:300]
+    if not options:
+        return f"{missing}.yaml: is not in any configuration folder"
     return f"{group}={option}: is not an option{nearest(option, options)} (valid: {', '.join(options)})"
+
+
+def _yaml(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
+    return f"{where}is not YAML: {_flat(str(getattr(error, 'problem', None) or error))}"
+
+
+@lru_cache(maxsize=1)
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
 
 
 def _grammar(error: OverrideParseException) -> str:
     line = error.override
     key, eq, value = line.partition("=")
     if not eq:
-        return f"{line}: must be key=value"
+        known = f"; write {line}=…" if line in names.hints() else nearest(line, list(names.hints()))
+        return _flat(f"{line}: must be key=value{known}")
+    bare = key.lstrip("+~")
+    hint = names.hints().get(bare)
+    if names.plain(hint) in (int, float, bool):
+        return _flat(f"{line}: must be {accepts(bare)}")
     try:  # would it parse when quoted?
-        OverridesParser.create().parse_overrides([f"{key}='{value}'"])
-        return f"{key}={value}: has characters that need quotes: \"{key}='{value}'\""
-    except Exception:
-        detail = str(error.message or error).splitlines()[0]
-        return f"{line}: can't be read as key=value ({detail})"
+        _parser().parse_overrides([f"{key}='{value}'"])
+        return _flat(f"{line}: has characters that need quotes: \"{key}='{value}'\"")
+    except OverrideParseException:
+        return _flat(f"{line}: can't be read as key=value ({str(error.message or error).splitlines()[0]})")

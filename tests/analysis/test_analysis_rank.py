@@ -31,7 +31,9 @@ def test_truths_come_back_with_their_intervals(tmp_path):
 
 
 def test_numbers_are_not_sums_over_steps_or_ranks_nor_the_last_step(tmp_path):
-    point = Point(8, "zero2", 50_000, noise=0.001, nproc=8, summary={"rank_step_peak_mem_gib": [20.0, 31.5, 22.0] + [20.0] * 5})
+    point = Point(
+        8, "zero2", 50_000, noise=0.001, nproc=8, summary={"rank_step_peak_mem_gib": [20.0, 31.5, 22.0] + [20.0] * 5}
+    )
     folder = write_sweep(tmp_path / "s", [point])
     path = folder / folder_name(point) / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -56,7 +58,9 @@ def test_mfu_follows_from_flops_where_the_run_did_not_write_it(tmp_path):
 
 
 def test_census_adds_up_to_the_grid(tmp_path):
-    points = [Point(i + 1, status=s, reason=f"why {s}", done=5) for i, s in enumerate(STATUSES)] + [Point(99, started=False)]
+    points = [Point(i + 1, status=s, reason=f"why {s}", done=5) for i, s in enumerate(STATUSES)] + [
+        Point(99, started=False)
+    ]
     folder = write_sweep(tmp_path / "s", points)
     found = census(load(folder).points)
     assert found.counts == {s: 2 if s == "pending" else 1 for s in STATUSES}

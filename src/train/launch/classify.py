@@ -1,10 +1,11 @@
 """How a point ended, from what its ranks left: pure functions, so that every fault in the book can be a test."""
 
+import re
 import signal
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-#: exit codes of the sweep for the worst status
+#: statuses with which a command ends with exit code 1
 FAILED = ("crashed", "timeout", "lost", "interrupted", "pending", "running")
 
 
@@ -14,10 +15,11 @@ class RankEnd:
 
     rank: int
     code: Optional[int] = None
-    at: float = float("inf")  # monotonic seconds of the end, or of the exception
+    at: float = float("inf")  # monotonic seconds of the end
     killed: bool = False  # by the supervisor, after the point was decided
     step: int = -1  # last step it was in
-    error: Optional[dict[str, Any]] = field(default=None)  # {kind, type, message, at, step}
+    done: bool = False  # it left its result: an exit code of 0 alone proves nothing
+    error: Optional[dict[str, Any]] = field(default=None)  # launch.failure.describe
 
 
 @dataclass
@@ -37,51 +39,74 @@ def signal_name(number: int) -> str:
         return str(number)
 
 
+def failed(end: RankEnd) -> bool:
+    """Did the rank fail by itself, so that the point is over?"""
+    return not end.killed and (end.code not in (0, None) or end.error is not None or (end.code == 0 and not end.done))
+
+
+def _at_step(step: int) -> str:
+    return f" at step {step}" if step >= 0 else " before the first step"
+
+
 def _from_error(end: RankEnd) -> Verdict:
     assert end.error is not None
     kind, message = end.error["kind"], end.error["message"]
+    step = _at_step(end.error.get("step", -1))
     if kind == "oom":
-        return Verdict("oom", f"rank {end.rank}: {message}", end.rank)
+        return Verdict("oom", f"rank {end.rank}{step}: {message}", end.rank)
+    if kind == "host_oom":
+        return Verdict("oom", f"rank {end.rank}{step}: {message}", end.rank)
     if kind == "invalid":
         return Verdict("invalid", message, end.rank)
-    if kind == "nonfinite":
-        return Verdict("crashed", message, end.rank)
-    where = f" at step {end.error['step']}" if end.error.get("step", -1) >= 0 else ""
-    return Verdict("crashed", f"rank {end.rank}{where}: {end.error['type']}: {message}", end.rank)
+    if kind == "nonfinite":  # found on every rank alike, in the gathered numbers, which say whose it was
+        culprit = re.search(r"first on rank (\d+)", message)
+        return Verdict("crashed", message, int(culprit[1]) if culprit else end.rank)
+    return Verdict("crashed", f"rank {end.rank}{step}: {end.error['type']}: {message}", end.rank)
+
+
+def _from_death(end: RankEnd, oom_killed: bool) -> Verdict:
+    step = _at_step(end.step)
+    if end.code is not None and end.code < 0:
+        if oom_killed and end.code == -signal.SIGKILL:
+            return Verdict("oom", f"rank {end.rank}: out of host memory, killed by the kernel{step}", end.rank)
+        return Verdict("crashed", f"rank {end.rank} killed by signal {signal_name(-end.code)}{step}", end.rank)
+    return Verdict("crashed", f"rank {end.rank} left with exit code {end.code}{step} and no result", end.rank)
 
 
 def judge(ends: list[RankEnd], oom_killed: bool = False) -> Verdict:
     """The verdict on ranks that have all ended by themselves or were ended after the first failure.
 
-    A rank's death by signal or without a record explains its peers' communication errors, whoever was heard first: with
-    gloo a peer raises 0.01 s after a rank dies. Among real exceptions the earliest on the monotonic clock is the first.
+    A rank's death by signal, or its leaving without a result, explains its peers' communication errors, whoever was heard
+    first: with gloo a peer raises 0.01 s after a rank dies. Among real exceptions the earliest on the monotonic clock is
+    the first. A failure with only communication errors is the earliest of those.
     """
-    failed = [e for e in ends if not e.killed and (e.code != 0 or e.error is not None)]
-    if not failed:
+    bad = [e for e in ends if failed(e)]
+    if not bad:
         return Verdict("ok", "")
-    own = [e for e in failed if e.error is not None and e.error["kind"] != "comm"]
-    dead = [e for e in failed if e.error is None]
-    signalled = [e for e in dead if e.code is not None and e.code < 0]
-    comm = [e for e in failed if e.error is not None and e.error["kind"] == "comm"]
-    first = min(own + dead or comm, key=lambda e: e.error["at"] if e.error else e.at)
-    if first.error is not None:
-        verdict = _from_error(first)
-    elif first in signalled:
-        assert first.code is not None
-        at = f" at step {first.step}" if first.step >= 0 else " before the first step"
-        if oom_killed and first.code == -signal.SIGKILL:
-            verdict = Verdict("oom", f"rank {first.rank}: host memory used up, killed by the kernel{at}", first.rank)
-        else:
-            verdict = Verdict(
-                "crashed", f"rank {first.rank} killed by signal {signal_name(-first.code)}{at}", first.rank
-            )
-    else:
-        verdict = Verdict("crashed", f"rank {first.rank} left with exit code {first.code} and no result", first.rank)
-    others = [e for e in own if e is not first]
-    if others and verdict.status == "crashed":
-        listed = "; ".join(f"rank {e.rank}: {e.error['type']}" for e in others if e.error)
-        verdict.reason += f" (later: {listed})"
+    comm = [e for e in bad if e.error is not None and e.error["kind"] == "comm"]
+    own = [e for e in bad if e not in comm]
+    first = min(own or comm, key=lambda e: e.error["at"] if e.error else e.at)
+    verdict = _from_error(first) if first.error is not None else _from_death(first, oom_killed)
+    if verdict.status != "crashed":
+        return verdict
+    later = [
+        e for e in own if e is not first and not (e.error and e.error["message"] == (first.error or {}).get("message"))
+    ]
+    if later:
+        verdict.reason += f" (later: {'; '.join(_short(e) for e in later)})"
     consequences = [e for e in comm if e is not first]
-    if consequences and verdict.status == "crashed":
+    if consequences:
         verdict.reason += f" (consequence on rank {', '.join(str(e.rank) for e in consequences)})"
     return verdict
+
+
+def _short(end: RankEnd) -> str:
+    if end.error is not None:
+        return f"rank {end.rank}: {end.error['type']}: {end.error['message'][:80]}"
+    return f"rank {end.rank}: {_from_death(end, False).reason.partition(f'rank {end.rank} ')[2]}"
+
+
+def same_cause(reason: str) -> str:
+    """A crash's reason without what differs between two points that crash alike: rank, step, peers, addresses, ports."""
+    text = re.sub(r" \((later|consequence)[^)]*\)", "", reason)
+    return re.sub(r"rank \d+|at step \d+|0x[0-9a-f]+|\[[^\]]*\]:\d+|:\d{4,5}\b|\b\d{5,}\b", "", text)

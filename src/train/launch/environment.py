@@ -33,12 +33,14 @@ def settings(cfg: Train) -> dict[str, str]:
     if cfg.device == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(USER):
         # seen in mfu-multigpu.md: without it a run fragments at 29.9 of 31.4 GiB; only the allocator's layout changes
         out["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if cfg.device == "cuda" and cfg.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in USER:
+        out["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch.use_deterministic_algorithms asks for
     return out | cfg.env
 
 
 def needs_cold_start(cfg: Train) -> list[str]:
-    """Names among env.* that Python, torch or OpenMP may read at import, which a forked rank can't honour."""
-    return sorted(k for k in cfg.env if not LATE.match(k))
+    """Names among the point's settings that Python, torch or OpenMP may read at import, which a fork can't honour."""
+    return sorted(k for k in settings(cfg) if not LATE.match(k))
 
 
 def base() -> dict[str, str]:

@@ -9,6 +9,9 @@ import struct
 import time
 from pathlib import Path
 
+#: steps that compile and autotune; they have a time limit of their own and don't count for the slowest step
+FIRST_STEPS = 2
+
 LAYOUT = struct.Struct("<QqQ16s")  # counter, step (-1 before the first), slowest step in ns, phase
 
 
@@ -22,14 +25,17 @@ class Heartbeat:
         self.map = mmap.mmap(fd, LAYOUT.size)
         os.close(fd)
         self.count, self.step, self.slowest, self.phase = 0, -1, 0, "start"
+        self.last = time.monotonic_ns()
         self.beat()
 
-    def beat(self, phase: str | None = None, step: int | None = None, slowest: float = 0.0) -> None:
-        """One more sign of life; `slowest` in seconds."""
-        self.count += 1
+    def beat(self, phase: str | None = None, step: int | None = None) -> None:
+        """One more sign of life, at the start of step `step`."""
+        now = time.monotonic_ns()
+        if step is not None and step > FIRST_STEPS and self.step == step - 1:
+            self.slowest = max(self.slowest, now - self.last)
+        self.count, self.last = self.count + 1, now
         self.phase = phase or self.phase
         self.step = self.step if step is None else step
-        self.slowest = max(self.slowest, int(slowest * 1e9))
         self.map[:] = LAYOUT.pack(self.count, self.step, self.slowest, self.phase.encode()[:16])
 
 

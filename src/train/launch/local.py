@@ -1,9 +1,10 @@
 """The executor of this machine: points one at a time, under a lock on its devices, in an order that lets memory prune."""
 
-import os
+import json
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import TYPE_CHECKING, Any, Optional
 from filelock import FileLock, Timeout
 
 from train.config import Train
-from train.launch import environment, starters
-from train.launch.supervisor import Progress, Stop, Supervisor, process_start
+from train.launch import environment, scratch, starters
+from train.launch.classify import Verdict, same_cause
+from train.launch.supervisor import Progress, Stop, Supervisor
+from train.launch.tell import say as tell
+from train.measure.telemetry import Telemetry
 from train.sweep import folder as folders
-from train.sweep.freeze import training_config
+from train.sweep import freeze
+from train.sweep.estimate import Estimate, readable
 from train.sweep.points import Frozen
 
 if TYPE_CHECKING:
@@ -26,7 +31,7 @@ KEPT = ("ok", "oom", "infeasible", "invalid")
 
 @contextmanager
 def locked(path: Path, what: str, stop: Stop) -> Iterator[bool]:
-    """Hold a lock file; says so when it must wait. Yields False when a signal came first."""
+    """Hold a lock file; says so when it must wait. Yields False when a signal came first. Raises OSError."""
     lock = FileLock(str(path), mode=0o666)
     said = False
     while True:
@@ -35,7 +40,7 @@ def locked(path: Path, what: str, stop: Stop) -> Iterator[bool]:
             break
         except Timeout:
             if not said:
-                print(f"waiting: {what} is in use by another command", flush=True)
+                tell(f"waiting: {what} is in use by another command")
                 said = True
         if stop.signum:
             yield False
@@ -57,12 +62,20 @@ class Local:
     """Runs a sweep's points here."""
 
     def __init__(
-        self, sweep: "Sweep", cfg: Train, warm: Optional[starters.Warm], stop: Stop, say: Callable[[str], None]
+        self,
+        sweep: "Sweep",
+        cfg: Train,
+        warm: Optional[starters.Warm],
+        stop: Stop,
+        say: Callable[[str], None],
+        uuids: Optional[list[str]] = None,
     ) -> None:
         self.sweep, self.cfg, self.warm, self.stop, self.say = sweep, cfg, warm, stop, say
-        keep = frozenset({warm.process.pid}) if warm else frozenset()
-        self.cold = starters.Cold(sweep.code, keep)
+        self.began = time.monotonic()
+        self.telemetry = Telemetry((uuids or []) if cfg.device != "cpu" else [])
+        self.estimate = Estimate()
         self.on_progress: Callable[[Progress], None] = lambda _: None
+        self.known: dict[str, dict[str, Any]] = {}  # identity → status
 
     def order(self) -> list[Frozen]:
         """Cheapest first along the knobs that memory grows with; with repeats, shuffled so that drift can't align with one."""
@@ -73,8 +86,15 @@ class Local:
         return sorted(self.sweep.points, key=lambda p: p.cfg.micro_batch * p.cfg.seq_len)
 
     def status(self, point: Frozen) -> dict[str, Any]:
-        """The point's status.json."""
-        return folders.status_of(self.sweep.folder(point), point.identity)
+        """The point's status.json, read once: under the sweep's lock nobody else writes it."""
+        known = self.known.get(point.identity)
+        if known is None:
+            known = self.known[point.identity] = folders.status_of(self.sweep.folder(point), point.identity)
+        return known
+
+    def _forget(self, point: Frozen) -> None:
+        """Its status.json has been written."""
+        self.known.pop(point.identity, None)
 
     def statuses(self) -> list[str]:
         """Of this command's points."""
@@ -85,9 +105,12 @@ class Local:
         out = []
         for point in self.order():
             status = self.status(point)
+            self.estimate.add(point.cfg, status)
             if status["status"] == "running":
                 self._lose(point, status)
-            if status["status"] in KEPT:
+            if status["status"] == "infeasible" and not self.cfg.prune:
+                self.known[point.identity] = status | {"status": "pending"}  # it was only implied; now it is asked for
+            elif status["status"] in KEPT:
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:
                 self.say(
@@ -98,70 +121,132 @@ class Local:
         return out
 
     def _lose(self, point: Frozen, status: dict[str, Any]) -> None:
+        """We hold the sweep's lock, so whoever wrote `running` is gone, whatever the clock says."""
         owner = status.get("supervisor") or {}
-        alive = owner.get("host") == os.uname().nodename and process_start(int(owner.get("pid", 0))) == owner.get(
-            "started"
-        )
-        if alive:
-            return  # only a supervisor without our lock: none in this version
         self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
-        from train.sweep.freeze import write_json
-
-        write_json(
-            self.sweep.folder(point) / "status.json",
-            status | {"status": "lost", "reason": "the supervisor ended without a word"},
-        )
+        lost = status | {"status": "lost", "reason": "the supervisor ended without a word"}
+        freeze.write_json(self.sweep.folder(point) / "status.json", lost)
+        self._forget(point)
 
     def run(self) -> None:
-        """All points that are left, until done, stopped, or `max_failures` identical crashes in a row."""
+        """All points that are left, until done, stopped, over budget, or `max_failures` identical crashes in a row."""
+        scratch.remove_stale()
         todo = self.left()
-        kept = len(self.sweep.points) - len(todo)
-        self.say(f"{self.sweep.path.name}: {len(self.sweep.points)} points" + (f", {kept} kept" if kept else ""))
+        if self.cfg.prune:
+            todo = self._prune_known(todo)
+        total = len(self.sweep.points)
+        kept = f", {total - len(todo)} kept" if len(todo) < total else ""
+        expected = self.estimate.total([p.cfg for p in todo]) if todo else None
+        about = f", about {readable(expected)} to go" if expected is not None else ""
+        self.say(f"{self.sweep.path.name}: {total} point{'s' * (total != 1)}{kept}{about}")
         if not todo:
             return
         with locked(device_lock(todo[0].cfg), f"the {todo[0].cfg.device} of this host", self.stop) as owned:
-            if owned:
-                self._run(todo)
+            left = self._run(todo) if owned else (todo, f"interrupted by signal {self.stop.signum}")
+        if left is not None:
+            self._leave(*left)
 
-    def _run(self, todo: list[Frozen]) -> None:
+    def _run(self, todo: list[Frozen]) -> Optional[tuple[list[Frozen], str]]:
+        """None when every point was met, else those that were not started and why."""
         crashes: list[str] = []
+        n = self.cfg.max_failures
         for number, point in enumerate(todo, 1):
+            rest = todo[number - 1 :]
             if self.stop.signum:
-                return
+                return rest, f"interrupted by signal {self.stop.signum}"
             if self.status(point)["status"] in KEPT:  # became infeasible meanwhile
                 continue
-            if len(crashes) >= self.cfg.max_failures and len(set(crashes[-self.cfg.max_failures :])) == 1:
-                reason = f"{self.cfg.max_failures} identical crashes in a row (max_failures): {crashes[-1]}"
-                self.say(f"stopped: {reason}")
-                for p in todo[number - 1 :]:
-                    if self.status(p)["status"] == "pending":
-                        folders.write_status(self.sweep.folder(p), p.identity, "pending", f"not started: {reason}")
-                return
+            if len(crashes) >= n and len({same_cause(c) for c in crashes[-n:]}) == 1:
+                return rest, f"{n} identical crashes in a row (max_failures={n}): {crashes[-1]}"
+            if self._over_budget(point):
+                return rest, f"budget.hours={self.cfg.budget.hours:g} is used up"
             began = time.monotonic()
             verdict = self._one(point)
+            self._forget(point)
             crashes = [*crashes, verdict.reason] if verdict.status == "crashed" else []
-            why = f": {verdict.reason}" if verdict.reason else ""
-            self.say(f"[{number}/{len(todo)}] {point.folder}  {verdict.status}  {time.monotonic() - began:.1f} s{why}")
+            status = self.status(point)
+            self.estimate.add(point.cfg, status)
+            self._tell(number, todo, point, verdict, time.monotonic() - began, status)
             if verdict.status == "oom" and self.cfg.prune:
                 self._prune(point, todo[number:])
+        return None
 
-    def _one(self, point: Frozen) -> Any:
-        starter: starters.Starter = self.cold
-        if self.warm is not None and not environment.needs_cold_start(point.cfg):
-            starter = self.warm
+    def _tell(
+        self, number: int, todo: list[Frozen], point: Frozen, verdict: Verdict, seconds: float, status: dict[str, Any]
+    ) -> None:
+        why = f": {verdict.reason}" if verdict.reason else ""
+        parts = (status.get("summary") or {}).get("seconds") or {}
+        spent = f" ({', '.join(f'{k} {v:.1f}' for k, v in parts.items())})" if verdict.status == "ok" and parts else ""
+        left = self.estimate.total([p.cfg for p in todo[number:]]) if number < len(todo) else None
+        about = f"; about {readable(left)} to go" if left is not None else ""
+        self.say(f"[{number}/{len(todo)}] {point.folder}  {verdict.status}  {seconds:.1f} s{spent}{why}{about}")
+
+    def _deadline(self) -> float:
+        hours = self.cfg.budget.hours
+        return float("inf") if hours is None else self.began + 3600 * hours
+
+    def _over_budget(self, point: Frozen) -> bool:
+        """Would the point, as far as anybody can tell, end after the budget? Then it is not started."""
+        return time.monotonic() + (self.estimate.seconds(point.cfg) or 0.0) > self._deadline()
+
+    def _leave(self, points: list[Frozen], reason: str) -> None:
+        """Points that are not started stay `pending` with the reason."""
+        self.say(f"stopped: {reason}")
+        for p in points:
+            if self.status(p)["status"] != "pending":
+                continue
+            try:
+                folders.write_status(self.sweep.folder(p), p.identity, "pending", f"not started: {reason}", sync=False)
+                self._forget(p)
+            except (
+                OSError
+            ):  # a full or read-only disk may be the very reason; a point without status.json is pending too
+                return
+
+    def _one(self, point: Frozen) -> Verdict:
+        try:
+            folders.refresh_config(self.sweep.folder(point), point.cfg)
+        except OSError as e:
+            return Verdict("crashed", f"{type(e).__name__}: {e}")
         return Supervisor(
-            self.sweep.folder(point), point.identity, starter, self.stop, self.sweep.code_hash, self.on_progress
-        ).run()
+            self.sweep.folder(point), point.identity, self._starter(point), self.stop, self.sweep.code_hash,
+            self.on_progress, self.telemetry, self._deadline(),
+        ).run()  # fmt: skip
+
+    def _starter(self, point: Frozen) -> starters.Starter:
+        """A fork of the warm server, unless the point sets what Python, torch or OpenMP read at import."""
+        if self.warm is None or environment.needs_cold_start(point.cfg):
+            return starters.Cold(self.sweep.code, frozenset({self.warm.process.pid}) if self.warm else frozenset())
+        if not self.warm.alive():
+            self.warm.code = self.sweep.code  # the checkout may have changed since
+            self.warm.restart()
+        return self.warm
+
+    # ---- pruning -----------------------------------------------------------------------------------------------------
+
+    def _prune_known(self, todo: list[Frozen]) -> list[Frozen]:
+        """What earlier commands found out of memory implies larger points of this one as well."""
+        by_key: dict[str, list[Frozen]] = defaultdict(list)
+        for p in todo:
+            by_key[_all_else(p)].append(p)
+        for p in self.sweep.points:
+            if self.status(p)["status"] == "oom":
+                self._prune(p, by_key.get(_all_else(p), []))
+        return [p for p in todo if self.status(p)["status"] not in KEPT]
 
     def _prune(self, point: Frozen, rest: list[Frozen]) -> None:
         """What is larger along micro_batch or seq_len, all else equal, would not fit either."""
-
-        def others(p: Frozen) -> dict[str, Any]:
-            derived = ("micro_batch", "seq_len", "global_batch", "grad_accum")
-            return {k: v for k, v in training_config(p.cfg).items() if k not in derived}
-
+        key = _all_else(point)
         for p in rest:
             larger = p.cfg.micro_batch >= point.cfg.micro_batch and p.cfg.seq_len >= point.cfg.seq_len
-            if larger and others(p) == others(point) and self.status(p)["status"] not in KEPT:
+            same = p.cfg.grad_accum == point.cfg.grad_accum or p.cfg.global_batch == point.cfg.global_batch
+            if larger and same and _all_else(p) == key and self.status(p)["status"] not in KEPT:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
+                self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
+
+
+def _all_else(point: Frozen) -> str:
+    """Everything but the knobs that memory grows with, and what follows from them."""
+    derived = ("micro_batch", "seq_len", "global_batch", "grad_accum", "repeat")
+    return json.dumps({k: v for k, v in freeze.training_config(point.cfg).items() if k not in derived}, sort_keys=True)

@@ -14,7 +14,15 @@ def look() -> dict[str, Any]:
     try:
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
-            gpus.append({"name": p.name, "memory_gib": p.total_memory / 2**30, "capability": [p.major, p.minor]})
+            uuid = str(getattr(p, "uuid", ""))
+            gpus.append(
+                {
+                    "name": p.name,
+                    "memory_gib": p.total_memory / 2**30,
+                    "capability": [p.major, p.minor],
+                    "uuid": uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}",
+                }
+            )
     except Exception as e:  # a broken driver must end as one clear line, not as a traceback
         error = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
     return {

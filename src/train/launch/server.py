@@ -4,6 +4,7 @@ Reads one JSON message a line on stdin, answers on stdout. It never touches a de
 context. It dies with its supervisor, and its ranks die with it.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -11,6 +12,7 @@ import os
 import pkgutil
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -123,6 +125,9 @@ class Server:
             self.say(started=pid)
         elif message["do"] == "probe":
             self.probe()
+        elif message["do"] == "import":
+            _import(message["name"])
+            gc.freeze()
         elif message["do"] == "clean":
             self.clean()
 
@@ -146,13 +151,40 @@ class Server:
             process.kill(p.pid)
 
 
+#: Inductor, when imported, starts compile workers and asks for the GPU's properties, unless told not to (the second name
+#: is what torch before 2.13 knows): forks could then not use the GPU
+QUIET = {"TORCH_WARM_POOL": "0", "TORCH_TNT_IN_USE": "1"}
+
+
+def _import(name: str) -> None:
+    """Import a module for the forks to come. Raises RuntimeError if that made a CUDA context in this process."""
+    before = {key: os.environ.get(key) for key in QUIET}
+    os.environ.update(QUIET)
+    try:
+        importlib.import_module(name)
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(f"importing {name} made a CUDA context in the rank server; use launch.warm=false")
+
+
 def _import_everything() -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
     for module in pkgutil.walk_packages(train.__path__, "train."):
         if not module.name.startswith(
-            ("train.sweep", "train.errors", "train.__main__")
+            ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
         ):  # the command line's, with Hydra
-            importlib.import_module(module.name)
+            _import(module.name)
+    # what a rank would import when it builds its model: dynamo alone costs it 2 s
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
+        _import(name)
+    with contextlib.suppress(OSError):
+        socket.gethostbyname(socket.gethostname())  # pulls in an encoding
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
-from train.launch import environment, process
+from train.launch import environment, process, scratch
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Starter(Protocol):
 
 def python_env(code: Path) -> dict[str, str]:
     """Environment in which `python -m train.…` finds the snapshot `code` first."""
-    env = environment.base()
+    env = scratch.caches() | environment.base()  # what the user exported wins
     env["PYTHONPATH"] = os.pathsep.join([str(code), *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONSAFEPATH"] = "1"  # a train.py in the user's folder must not be run instead of ours
     return env
@@ -110,13 +110,27 @@ class Warm:
     """Forks of train.launch.server."""
 
     def __init__(self, code: Path) -> None:
-        env = python_env(code) | {"MFU_SWEEP_PARENT": str(os.getpid())}
+        self.code, self.compiles = code, False
+        process.adopt_orphans()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the server, or another one in place of one that was killed."""
+        env = python_env(self.code) | {"MFU_SWEEP_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "train.launch.server"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.buffer = b""
         self.exits: list[Exit] = []
+        self.answered = False
+        if self.compiles:
+            self.will_compile()
+
+    def will_compile(self) -> None:
+        """Points use torch.compile: import Inductor once, 1 s, before the first fork."""
+        self.compiles = True
+        self._send({"do": "import", "name": "torch._inductor.compile_fx"})
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -133,7 +147,8 @@ class Warm:
                 return None
             chunk = os.read(fd, 65536)
             if not chunk:
-                raise EOFError(f"the rank server ended with code {self.process.wait()}")
+                code = self.process.wait()
+                raise EOFError(f"the rank server ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
             self.buffer += chunk
         line, _, self.buffer = self.buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
@@ -146,6 +161,7 @@ class Warm:
             got = self._receive(None, [])
             assert got is not None
             if reply in got:
+                self.answered = True
                 return got
             self.exits.append(Exit(got["exit"], got["code"], got["at"]))
 
@@ -175,20 +191,33 @@ class Warm:
         out, self.exits = self.exits, []
         return out
 
+    def alive(self) -> bool:
+        """Is the server there? When it has been killed, its ranks died with it and a new one is needed."""
+        return self.process.poll() is None
+
     def clean(self) -> None:
         """See Starter."""
-        self._ask({"do": "clean"}, "cleaned")
+        try:
+            self._ask({"do": "clean"}, "cleaned")
+        except (EOFError, BrokenPipeError):  # its ranks are ours now (adopt_orphans), and get the signal anyway
+            self.process.wait()
+            while left := process.strays():
+                for p in left:
+                    process.kill(p.pid)
+                _reap()
         self.exits.clear()
 
     def close(self) -> None:
         """See Starter."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.answered:  # still importing torch, and it has no rank: bad input shall not wait for that
+            self.process.kill()
         try:
             self.process.stdin.close()
         except BrokenPipeError:
             pass
         try:
-            self.process.wait(5)
+            self.process.wait(2)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

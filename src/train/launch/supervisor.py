@@ -2,11 +2,9 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,17 +12,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Optional
 
+import psutil
+
 from train import config
-from train.launch import environment, process
-from train.launch.classify import RankEnd, Verdict, judge
-from train.launch.heartbeat import Watch
+from train.launch import environment, limits, process, scratch, stacks
+from train.launch.classify import RankEnd, Verdict, failed, judge
+from train.launch.heartbeat import FIRST_STEPS, Watch
 from train.launch.starters import Starter
+from train.measure.telemetry import Telemetry
 from train.sweep.freeze import SCHEMA, write_json
 
 #: after the first failure the peers get this long to say what happened to them
 GRACE_SECONDS = 0.5
-#: a rank that got the signal for its stack needs this long to write it
-STACK_SECONDS = 0.5
+#: phases of a rank between steps that may take long: the first steps' limit holds
+UNTIMED = ("replay", "checkpoint")
+#: words in a rank's log that mean a limit of the system was met
+LIMIT_WORDS = ("Resource temporarily unavailable", "can't start new thread", "Too many open files")
 
 
 @dataclass
@@ -32,8 +35,10 @@ class Stop:
     """Set by a signal handler; `fd` becomes readable so that waits return at once."""
 
     signum: Optional[int] = None
-    hard: bool = False  # a second signal: kill without waiting
     fd: int = -1
+    count: int = 0  # signals so far
+    nothing_written: bool = True  # the command may just end
+    busy: bool = False  # a point's end is being recorded: a second signal waits for that, it takes 0.1 s
 
 
 @dataclass
@@ -56,169 +61,234 @@ class Supervisor:
     stop: Stop
     code: str = ""  # hash of the code snapshot that runs
     on_progress: Callable[[Progress], None] = lambda _: None
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry([]))
+    deadline: float = float("inf")  # monotonic seconds at which the command's budget ends
     attempt: int = 1
     started: str = ""
     pids: dict[int, int] = field(default_factory=dict)  # pid → rank
     ends: dict[int, RankEnd] = field(default_factory=dict)
+    quiet: dict[str, float] = field(default_factory=dict)  # of a hang: {quiet_s, limit_s}
 
     def run(self) -> Verdict:
         """Run the point to its end. Never raises for what happens to the point; the verdict says it."""
+        self.began = time.monotonic()
+        self.started = now()
+        self.stop.busy = True
+        try:
+            return self._run()
+        except (OSError, config.ConfigError) as e:  # not even a scratch folder, or no readable config.yaml
+            return Verdict("crashed", f"{type(e).__name__}: {e}{_limits_of(e)}")
+        finally:
+            self.stop.busy = False
+
+    def _run(self) -> Verdict:
         self.cfg = config.load(self.folder / "config.yaml")
         assert self.cfg.nproc is not None
         self.world = self.cfg.nproc
-        self.attempt = archive(self.folder)
-        self.started = now()
         self.watches: dict[int, Watch] = {}
-        scratch = Path(tempfile.mkdtemp(prefix=f"mfu-sweep-{os.getuid()}-"))
-        oom_kills = _oom_kills()
+        self.scratch = scratch.make()
+        oom_kills = limits.oom_kills()
         try:
+            self.attempt = archive(self.folder)
             self._status(Verdict("running", ""), {})
-            (self.folder / "logs").mkdir(exist_ok=True)
-            verdict = self._start(scratch) or self._watch(scratch)
-            self._end_ranks(scratch)
+            self.logs.mkdir(exist_ok=True)
+            self.telemetry.begin(self.scratch, self._own_pids, self.world)
+            verdict = self._start() or self._watch()
+            self._end_ranks()
             if verdict is None:
-                verdict = judge(list(self.ends.values()), _oom_kills() > oom_kills)
-        except OSError as e:
-            self._end_ranks(scratch)
-            verdict = Verdict("crashed", f"{type(e).__name__}: {e}")
+                verdict = self._judge(limits.oom_kills() > oom_kills)
+        except (OSError, EOFError) as e:  # EOFError: the rank server is gone, its ranks with it
+            self._end_ranks()
+            verdict = Verdict("crashed", f"{type(e).__name__}: {e}{_limits_of(e)}")
+            if isinstance(e, EOFError) and limits.oom_kills() > oom_kills:
+                verdict = Verdict("oom", f"out of host memory: {e}, killed by the kernel")
         try:
-            self._manifest(scratch)
-            self._status(verdict, self._summary(scratch, verdict))
+            self._manifest()
+            self._status(verdict, self._summary(verdict))
         except OSError as e:  # a full disk: status.json stays as it was, the next command sees a point to run again
             verdict = Verdict("crashed", f"status.json can't be written: {e}")
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            self.telemetry.end()
+            shutil.rmtree(self.scratch, ignore_errors=True)
         return verdict
 
-    def _start(self, scratch: Path) -> Optional[Verdict]:
+    @property
+    def logs(self) -> Path:
+        """Each rank's output, and stacks of a hang."""
+        return self.folder / "logs"
+
+    def _own_pids(self) -> set[int]:
+        own = set(self.pids)
+        for pid in list(own):
+            try:
+                own |= {p.pid for p in psutil.Process(pid).children(recursive=True)}
+            except psutil.NoSuchProcess:
+                pass
+        return own
+
+    def _start(self) -> Optional[Verdict]:
         rank = 0
+        recorder = stacks.recorder_env(self.scratch) if self.cfg.device == "cuda" and self.world > 1 else {}
         try:
             for rank in range(self.world):
-                self.watches[rank] = Watch(scratch, rank)
-                env = environment.rank_env(self.cfg, rank, rank, self.world, self.world)
-                pid = self.starter.start(self.folder, scratch, env, self.folder / "logs" / f"rank{rank}.log")
+                self.watches[rank] = Watch(self.scratch, rank)
+                env = recorder | environment.rank_env(self.cfg, rank, rank, self.world, self.world)
+                pid = self.starter.start(self.folder, self.scratch, env, self.logs / f"rank{rank}.log")
                 self.pids[pid] = rank
         except OSError as e:
-            return Verdict("crashed", f"rank {rank} can't be started: {e}{_limits()}", rank)
+            return Verdict("crashed", f"rank {rank} can't be started: {e}{limits.named()}", rank)
         return None
 
-    def _watch(self, scratch: Path) -> Optional[Verdict]:
+    def _watch(self) -> Optional[Verdict]:
         """Until every rank has ended, or the point is decided from outside; None when `judge` should decide."""
-        began = time.monotonic()
         failed_at: Optional[float] = None
         self._status(Verdict("running", ""), {})
         while len(self.ends) < self.world:
             for e in self.starter.wait(0.05, [self.stop.fd] if self.stop.fd >= 0 else []):
-                if e.pid not in self.pids:
-                    continue
-                rank = self.pids[e.pid]
-                self.watches[rank].look()
-                self.ends[rank] = RankEnd(
-                    rank, e.code, e.at, step=self.watches[rank].step, error=_record(scratch, rank)
-                )
-                if e.code != 0:
-                    failed_at = failed_at or time.monotonic()
+                if e.pid in self.pids:
+                    self._ended(self.pids[e.pid], e.code, e.at)
+            if failed_at is None and (any(failed(e) for e in self.ends.values()) or self._spoken()):
+                failed_at = time.monotonic()
             if self.stop.signum is not None:
-                return Verdict("interrupted", f"signal {signal.Signals(self.stop.signum).name}")
+                return Verdict("interrupted", f"{signal.Signals(self.stop.signum).name} at step {self._step()}")
             now_ = time.monotonic()
-            if failed_at is not None and now_ - failed_at > GRACE_SECONDS:
-                return None
-            if self.cfg.timeout is not None and now_ - began > self.cfg.timeout:
+            if failed_at is not None:
+                if now_ - failed_at > GRACE_SECONDS:
+                    return None
+                continue
+            if self.cfg.timeout is not None and now_ - self.began > self.cfg.timeout:
                 self._stacks()
                 return Verdict("timeout", f"timeout={self.cfg.timeout:g} s is used up at step {self._step()}")
-            if failed_at is None and (verdict := self._hang(scratch)):
-                self._stacks()
+            if now_ > self.deadline:
+                return Verdict("interrupted", f"budget.hours is used up at step {self._step()}")
+            if verdict := self._hang():
                 return verdict
             lead = self.watches[0]
             self.on_progress(Progress(self.folder, lead.step, self.cfg.steps, lead.phase))
         return None
 
+    def _ended(self, rank: int, code: Optional[int], at: float, killed: bool = False) -> None:
+        self.watches[rank].look()
+        error = _read(self.scratch / f"error-{rank}.json")
+        done = (self.scratch / f"result-{rank}.json").exists()
+        self.ends[rank] = RankEnd(rank, code, at, killed and error is None, self.watches[rank].step, done, error)
+
+    def _spoken(self) -> bool:
+        """Has a rank recorded an error whose process is still ending? (A CUDA context takes seconds to tear down.)"""
+        return any((self.scratch / f"error-{r}.json").exists() for r in range(self.world) if r not in self.ends)
+
     def _step(self) -> int:
         return max(w.step for w in self.watches.values())
 
-    def _hang(self, scratch: Path) -> Optional[Verdict]:
-        """A rank whose heartbeat stopped. The others may only be waiting for it, so the oldest beat names the culprit."""
+    def _hang(self) -> Optional[Verdict]:
+        """A rank whose heartbeat stopped. The others may only be waiting for it, so their stacks tell whose fault it is."""
         quiet = {r: w.look() for r, w in self.watches.items() if r not in self.ends}
         if not quiet:
             return None
         rank, seconds = max(quiet.items(), key=lambda item: item[1])
-        w = self.watches[rank]
         slowest = max(w.slowest for w in self.watches.values())
-        if min(self.watches[r].step for r in quiet) < 2:
+        if min(self.watches[r].step for r in quiet) < FIRST_STEPS or self.watches[rank].phase in UNTIMED:
             limit = self.cfg.launch.first_step_timeout
         else:
             limit = max(self.cfg.launch.hang_seconds, 5 * slowest)
         if seconds <= limit:
             return None
+        self.quiet = {"quiet_s": seconds, "limit_s": limit}
+        found = self._stacks()
+        culprits = [r for r, s in found.items() if s.stopped] or [
+            r for r, s in found.items() if s.where and not s.waiting
+        ]
+        where = ""
+        if culprits:
+            rank = culprits[0]
+            where = ", stopped by a signal" if found[rank].stopped else f", {found[rank].where}"
+        elif found.get(rank) and found[rank].where:
+            where = f", {found[rank].where}"
+        w = self.watches[rank]
         return Verdict(
-            "timeout", f"rank {rank} gave no sign of life for {limit:.1f} s at step {w.step} ({w.phase})", rank
+            "timeout", f"rank {rank} gave no sign of life for {limit:.1f} s at step {w.step} ({w.phase}){where}", rank
         )
 
-    def _stacks(self) -> None:
-        """Every living rank writes its Python stack to its log (faulthandler), stopped ones too once they continue."""
-        for pid, rank in self.pids.items():
-            if rank not in self.ends:
-                process.kill(pid, signal.SIGUSR1)
-                process.kill(pid, signal.SIGCONT)
-        time.sleep(STACK_SECONDS)
+    def _stacks(self) -> dict[int, stacks.Stack]:
+        """Stacks of the living ranks and NCCL's flight recorder, kept in the point folder."""
+        alive = {rank: pid for pid, rank in self.pids.items() if rank not in self.ends}
+        found = stacks.collect(self.scratch, self.logs, alive)
+        stacks.flight_recorder(self.scratch, self.logs, alive)
+        return found
 
-    def _end_ranks(self, scratch: Path) -> None:
+    def _judge(self, oom_killed: bool) -> Verdict:
+        verdict = judge(list(self.ends.values()), oom_killed)
+        end = self.ends[verdict.rank] if verdict.rank is not None and verdict.rank in self.ends else None
+        if verdict.status == "oom" and end is not None and end.error and end.error.get("where") == "device":
+            guests = self.telemetry.foreign(end.rank)
+            held = sum(g.memory_gib or 0 for g in guests)
+            if guests and held >= end.error["memory"].get("requested_gib", 0):  # without them it would have fitted
+                names = ", ".join(f"pid {g.pid} ({g.name})" if g.pid else g.name for g in guests)
+                verdict = Verdict(
+                    "crashed", f"{verdict.reason}; another process holds {held:.1f} GiB: {names}", end.rank
+                )
+        if verdict.status == "crashed" and end is not None:
+            tail = _tail(self.logs / f"rank{end.rank}.log")
+            if (end.error or {}).get("limits") or any(word in tail for word in LIMIT_WORDS):
+                verdict.reason += limits.named()
+        return verdict
+
+    def _end_ranks(self) -> None:
         """Kill what still runs and everything below it; afterwards no process of the point is left."""
         for pid, rank in self.pids.items():
             if rank not in self.ends:
-                self.watches[rank].look()
-                error = _record(scratch, rank)  # it may have spoken before it was killed
-                self.ends[rank] = RankEnd(rank, None, killed=error is None, step=self.watches[rank].step, error=error)
+                self._ended(rank, None, time.monotonic(), killed=True)  # it may have spoken before
                 process.kill(pid)
         self.starter.clean()
 
-    def _summary(self, scratch: Path, verdict: Verdict) -> dict[str, Any]:
-        """What only the run knows: rank 0's summary, and lists over ranks."""
-        results = [_read(scratch / f"result-{r}.json") or {} for r in range(self.world)]
+    def _summary(self, verdict: Verdict) -> dict[str, Any]:
+        """What only the run knows: rank 0's summary, lists over ranks, cost, and the failure."""
+        results = [_read(self.scratch / f"result-{r}.json") or {} for r in range(self.world)]
         summary: dict[str, Any] = results[0].get("summary", {})
-        if lead := _read(scratch / "summary.json"):
+        if lead := _read(self.scratch / "summary.json"):
             summary = lead | summary
         for key in sorted(set(results[0]) - {"summary"}):
             if all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
+        if telemetry := self.telemetry.end():
+            summary["telemetry"] = telemetry
+        wall = time.monotonic() - self.began
+        summary |= {"wall_s": wall, "device_hours": wall * self.world / 3600}
+        if verdict.status != "ok":
+            summary["device_hours_wasted"] = summary["device_hours"]
         failure = self.ends.get(verdict.rank) if verdict.rank is not None else None
         if verdict.status != "ok" and failure is not None:
-            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | (
-                failure.error or {}
-            )
+            record = failure.error or {}
+            at = record.get("at", failure.at)
+            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | record
+            summary["failure"] |= {"seconds_to_verdict": time.monotonic() - at} | self.quiet
         return summary
 
-    def _manifest(self, scratch: Path) -> None:
-        if host := _read(scratch / "manifest.json"):
-            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host]})
+    def _manifest(self) -> None:
+        if host := _read(self.scratch / "manifest.json"):
+            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host]}, sync=False)
 
     def _status(self, verdict: Verdict, summary: dict[str, Any]) -> None:
         running = verdict.status == "running"
+        host, pid = socket.gethostname(), os.getpid()
         ranks = [
-            {
-                "rank": rank,
-                "pid": pid,
-                "host": socket.gethostname(),
-                "exit_code": self.ends[rank].code if rank in self.ends else None,
-            }
-            for pid, rank in self.pids.items()
+            {"rank": r, "pid": p, "host": host, "exit_code": self.ends[r].code if r in self.ends else None}
+            for p, r in self.pids.items()
         ]
-        write_json(
-            self.folder / "status.json",
-            {
-                "schema": SCHEMA,
-                "identity": self.identity,
-                "status": verdict.status,
-                "reason": verdict.reason,
-                "attempt": self.attempt,
-                "code": self.code,
-                "supervisor": {"pid": os.getpid(), "host": socket.gethostname(), "started": process_start(os.getpid())},
-                "started": self.started,
-                "ended": None if running else now(),
-                "ranks": ranks,
-                "summary": summary,
-            },
-        )
+        content = {
+            "schema": SCHEMA,
+            "identity": self.identity,
+            "status": verdict.status,
+            "reason": verdict.reason,
+            "attempt": self.attempt,
+            "code": self.code,
+            "supervisor": {"pid": pid, "host": host, "started": scratch.process_start(pid)},
+            "started": self.started,
+            "ended": None if running else now(),
+            "ranks": ranks,
+            "summary": summary,
+        }
+        write_json(self.folder / "status.json", content, sync=not running)
 
 
 def now() -> str:
@@ -226,30 +296,22 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def process_start(pid: int) -> Optional[int]:
-    """The kernel's start time of a process in clock ticks since boot: with the pid it names a process for good."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
-
-
 def archive(folder: Path) -> int:
     """Move what an earlier attempt left to attempts/<n>/; the number of the attempt that starts now."""
+    for half in folder.glob(".*.json.*"):  # a kill in the middle of a write
+        half.unlink()
     done = folder / "attempts"
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
-    old = [
-        folder / n
-        for n in ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous")
-        if (folder / n).exists()
-    ]
-    if not old:
-        return number
-    target = done / str(number)
-    target.mkdir(parents=True)
+    names = ("status.json", "metrics.jsonl", "manifest.json", "leaves.jsonl", "logs", "rendezvous", "rendezvous-fresh")
+    old = [folder / n for n in names if (folder / n).exists()]
+    moving = done / f".{number}"  # a kill in between leaves it, and the next call goes on with it
+    if not moving.exists():
+        if not old or (len(old) == 1 and (_read(old[0]) or {}).get("status") == "pending"):  # decided, never started
+            return number
+        moving.mkdir(parents=True)
     for path in old:
-        path.rename(target / path.name)
+        path.rename(moving / path.name)
+    moving.rename(done / str(number))
     return number + 1
 
 
@@ -261,32 +323,15 @@ def _read(path: Path) -> Optional[dict[str, Any]]:
     return data if isinstance(data, dict) else None
 
 
-def _record(scratch: Path, rank: int) -> Optional[dict[str, Any]]:
-    return _read(scratch / f"error-{rank}.json")
-
-
-def _limits() -> str:
-    """The limits that a failed start may have hit."""
-    procs, files = resource.getrlimit(resource.RLIMIT_NPROC)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    shown = ["unlimited" if v == resource.RLIM_INFINITY else str(v) for v in (procs, files)]
-    return f" (limits: processes {shown[0]}, open files {shown[1]})"
-
-
-def _oom_kills() -> int:
-    """Kills by the kernel for memory in this process's cgroup (v2, else v1), 0 where there is no count."""
+def _tail(path: Path) -> str:
     try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events"
-            elif "memory" in controllers.split(","):
-                file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control"
-            else:
-                continue
-            for entry in file.read_text().splitlines():
-                name, _, count = entry.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
-    except (OSError, ValueError):
-        pass
-    return 0
+        with open(path, "rb") as f:
+            f.seek(max(0, path.stat().st_size - 4000))
+            return f.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _limits_of(error: BaseException) -> str:
+    """The limits, when the error is that one was met (no more processes: EAGAIN; no more files: EMFILE)."""
+    return limits.named() if getattr(error, "errno", None) in (11, 24) else ""

@@ -30,6 +30,7 @@ class Pending:
     data_s: float = 0.0
     host: Optional[torch.Tensor] = None  # [2] loss, grad_norm on the host
     ready: Any = None
+    end: Any = None  # mark, where something that is not part of the step follows it
     peak: float = 0.0
 
 
@@ -64,15 +65,25 @@ class Meter:
     def start(self, step: int) -> Optional[Pending]:
         """Mark the start of `step`, which is also the end of the one before; returns that one, to be read later."""
         mark = self._mark()
+        if self.current is not None and self.current.end is None:
+            self._end(mark)
         before, self.current = self.current, Pending(step, mark)
-        memory_now = memory.peak(self.device)
-        self.round_peak = max(self.round_peak, memory_now)
-        if before is not None:
-            before.peak = memory_now
-            self.step_peak = max(self.step_peak, memory_now)
-            before.ready = (before.mark, mark)
+        self.round_peak = max(self.round_peak, memory.peak(self.device))
         memory.start_step(self.device)
         return before
+
+    def pause(self) -> None:
+        """The current step ends here: until the next `start`, time and memory count for the round but for no step."""
+        self._end(self._mark())
+        memory.start_step(self.device)
+
+    def _end(self, mark: Any) -> None:
+        step = self.current
+        assert step is not None
+        step.end, step.ready = mark, (step.mark, mark)
+        step.peak = memory.peak(self.device)
+        self.step_peak = max(self.step_peak, step.peak)
+        self.round_peak = max(self.round_peak, step.peak)
 
     def results(self, loss: torch.Tensor, grad_norm: torch.Tensor, data_s: float) -> None:
         """Loss (this rank's mean) and gradient norm of the current step, copied to the host without waiting."""
@@ -134,8 +145,9 @@ class Meter:
     def _check(self, step: int, row: torch.Tensor) -> None:
         for name, column in (("loss", 3), ("gradient norm", 4)):
             bad = (~row[:, column].isfinite()).nonzero().flatten().tolist()
-            if bad:
-                raise NonFinite(f"non-finite {name} at step {step}, first on rank {bad[0]}")
+            if bad:  # the norm is of the reduced gradient, so it is bad everywhere, whoever spoiled it
+                where = "on every rank" if column == 4 and len(bad) == self.world > 1 else f"first on rank {bad[0]}"
+                raise NonFinite(f"non-finite {name} at step {step}, {where}")
 
     def _write(self, step: int, seconds: float, row: torch.Tensor) -> None:
         rate = self.tokens_per_step / seconds

@@ -21,7 +21,10 @@ class SignSGD(AdamW):
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float) -> None:
-        """As AdamW's; `scale` is positive, so that it changes no sign."""
+        """As AdamW's."""
+        torch._foreach_mul_(list(grads), scale)
+        if self.tap is not None:
+            self.tap(self.pieces, grads)
         if self._decayed:
             torch._foreach_mul_(self._decayed, 1 - lr * self._weight_decay)
         if self.tensors:

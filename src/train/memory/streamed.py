@@ -65,6 +65,8 @@ class StreamedAdamW(AdamW):
         if not grads:
             return
         torch._foreach_mul_(list(grads), scale)
+        if self.tap is not None:
+            self.tap(self.pieces, grads)
         start = 0
         for chunk in self._chunks:
             chunk.update(grads[start : start + len(chunk.pieces)], lr)

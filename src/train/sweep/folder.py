@@ -9,10 +9,15 @@ from typing import Any, Optional
 
 import yaml
 
-from train.config import ConfigError, Train
+from train.config import YAML_LOADER, ConfigError, Train
 from train.launch.supervisor import now
+from train.launch.tell import say
 from train.sweep import freeze, snapshot
 from train.sweep.points import Frozen
+
+STATUSES = (
+    "running", "pending", "ok", "oom", "invalid", "infeasible", "timeout", "crashed", "lost", "interrupted",
+)  # fmt: skip
 
 
 @dataclass
@@ -108,9 +113,9 @@ def open_sweep(path: Path, points: list[Frozen], command: str, code: Optional[st
         folder = path / p.folder
         folder.mkdir(exist_ok=True)
         if not (folder / "config.yaml").exists():
-            freeze.write_atomic(folder / "config.yaml", freeze.config_text(p.cfg))
+            freeze.write_atomic(folder / "config.yaml", freeze.config_text(p.cfg), sync=False)
         if p.invalid and not (folder / "status.json").exists():
-            write_status(folder, p.identity, "invalid", p.invalid)
+            write_status(folder, p.identity, "invalid", p.invalid, sync=False)
     return Sweep(path, points, digest, target)
 
 
@@ -119,19 +124,31 @@ def _check_frozen(folder: Path, point: Frozen) -> None:
     file = folder / "config.yaml"
     if not file.exists():
         return
+    text = freeze.config_text(point.cfg)
     try:
-        stored = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        found = file.read_text(encoding="utf-8")
+        if found == text:
+            return
+        stored = yaml.load(found, YAML_LOADER)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
         raise ConfigError(
             "config.yaml", file, "can't be read as YAML; delete the folder to run the point again"
         ) from None
-    wanted = yaml.safe_load(freeze.config_text(point.cfg))
+    wanted = yaml.load(text, YAML_LOADER)
     keys = freeze.training_config(point.cfg)
     for key, mine in _flat(wanted).items():
         theirs = _flat(stored).get(key) if isinstance(stored, dict) else None
         top = key.split(".")[0]
         if top in keys and key not in ("data.path", "data.tokenizer") and theirs != mine:
             raise ConfigError(f"{folder.name}/config.yaml: {key}", theirs, f"was edited, the point's value is {mine}")
+
+
+def refresh_config(folder: Path, cfg: Train) -> None:
+    """Give a point that is about to run this command's run-level settings (timeout, launch.*); the rest is the same."""
+    text = freeze.config_text(cfg)
+    file = folder / "config.yaml"
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        freeze.write_atomic(file, text, sync=False)
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -145,7 +162,12 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_status(
-    folder: Path, identity: str, status: str, reason: str, summary: Optional[dict[str, Any]] = None
+    folder: Path,
+    identity: str,
+    status: str,
+    reason: str,
+    summary: Optional[dict[str, Any]] = None,
+    sync: bool = True,
 ) -> None:
     """status.json of a point that is decided without running."""
     freeze.write_json(
@@ -154,6 +176,7 @@ def write_status(
             "schema": freeze.SCHEMA, "identity": identity, "status": status, "reason": reason, "attempt": 0,
             "started": None, "ended": now(), "ranks": [], "summary": summary or {},
         },
+        sync,
     )  # fmt: skip
 
 
@@ -164,13 +187,11 @@ def status_of(folder: Path, identity: str) -> dict[str, Any]:
     if not path.exists():
         return none
     data = read_json(path)
-    if data is None or data.get("schema") != freeze.SCHEMA or data.get("identity") != identity or "status" not in data:
+    ours = data is not None and (data.get("schema"), data.get("identity")) == (freeze.SCHEMA, identity)
+    if data is None or not ours or data.get("status") not in STATUSES:
         aside = path.with_name(f"status.damaged-{os.getpid()}-{len(list(folder.glob('status.damaged-*')))}")
         path.rename(aside)
-        print(
-            f"{folder.name}: status.json is not one of this point; moved to {aside.name}, the point runs again",
-            flush=True,
-        )
+        say(f"{folder.name}: status.json is not one of this point; moved to {aside.name}, the point runs again")
         return none
     return data
 

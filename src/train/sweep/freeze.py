@@ -10,19 +10,23 @@ from typing import Any
 
 import yaml
 
-from train.config import NOT_IDENTITY, Train, to_dict
+from train.config import NOT_IDENTITY, YAML_DUMPER, Train, to_dict
 
 SCHEMA = 1
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by temp file and rename, so that a reader or a kill never meets half of it. Raises OSError."""
+def write_atomic(path: Path, text: str, sync: bool = True) -> None:
+    """Replace `path` by temp file and rename, so that a reader or a kill never meets half of it. Raises OSError.
+
+    `sync` waits for the disk, which only matters when the machine itself goes down: for results, not for progress.
+    """
     fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:
             f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+            if sync:
+                f.flush()
+                os.fsync(f.fileno())
         os.chmod(temp, 0o644)
         os.replace(temp, path)
     except BaseException:
@@ -30,9 +34,9 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: Any, sync: bool = True) -> None:
     """`data` as JSON through write_atomic."""
-    write_atomic(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n", sync)
 
 
 def training_config(cfg: Train) -> dict[str, Any]:
@@ -64,4 +68,4 @@ def slug(swept: list[str], cfg: Train) -> str:
 
 def config_text(cfg: Train) -> str:
     """The frozen config.yaml."""
-    return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True, width=10**6)
+    return yaml.dump(to_dict(cfg), Dumper=YAML_DUMPER, sort_keys=False, allow_unicode=True, width=10**6)

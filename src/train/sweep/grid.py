@@ -1,14 +1,14 @@
 """Command-line overrides and named grids → points → plain configurations.
 
-Hydra composes once per combination of group options; value overrides are applied to copies (a compose takes 0.13 s, a
-copy with updates 4 ms, so 1,000 points over two reductions take seconds instead of minutes).
+Hydra composes once per combination of group options and applies each value override once to it (a compose takes 0.13 s,
+so 1,000 points over two reductions take a second instead of minutes).
 """
 
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -36,7 +36,9 @@ def as_text(value: object) -> str:
 
 
 #: run-level keys: one value for the whole sweep
-NOT_SWEPT = ("launch", "name", "out", "plan", "repeats", "retries", "prune", "max_failures", "code", "recipe", "sweeps")
+NOT_SWEPT = (
+    "launch", "name", "out", "plan", "repeats", "budget", "retries", "prune", "max_failures", "code", "recipe", "sweeps",
+)  # fmt: skip
 
 
 def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[str]) -> Iterator[Point]:
@@ -57,27 +59,46 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
                 swept.append(False)
                 continue
             bare = key.lstrip("+~")
-            if bare in NOT_SWEPT or bare.startswith("launch."):
-                raise ConfigError(bare, o.get_value_element_as_str(), "belongs to the whole sweep and can't be swept")
+            typed = (o.input_line or "").partition("=")[2]
+            if bare in NOT_SWEPT or bare.startswith(("launch.", "budget.")):
+                raise ConfigError(bare, typed, "belongs to the whole sweep and can't be swept")
             if not o.is_discrete_sweep():
-                raise ConfigError(
-                    bare, o.get_value_element_as_str(), "must list its values: a,b,c, range(…) or glob(…)"
-                )
-            choices.append([f"{key}={v}" for v in o.sweep_string_iterator()])
+                raise ConfigError(bare, typed, "must list its values: a,b,c, range(…) or glob(…)")
+            try:
+                choices.append([f"{key}={v}" for v in o.sweep_string_iterator()])
+            except (ValueError, TypeError) as e:  # range(1,2,0)
+                raise ConfigError(bare, typed, f"is not a list of values: {e}") from None
+            if not choices[-1]:
+                raise ConfigError(bare, typed, "has no values")
             swept.append(True)
         for combo in itertools.product(*choices):
             yield Point(list(combo), [c.lstrip("+~") for c, s in zip(combo, swept, strict=True) if s])
 
 
+@dataclass
+class Base:
+    """One combination of group options, composed by Hydra, and what single value overrides do to it."""
+
+    cfg: DictConfig
+    plain: dict[str, Any]
+    open: bool  # interpolations, or values that an override must give
+    effects: dict[str, Any] = field(default_factory=dict)  # override as written → the value that it leaves at its key
+
+
 class Composer:
-    """Turns a point's overrides into the plain nested dict of its configuration, with Hydra's own rules and types."""
+    """Turns a point's overrides into the plain nested dict of its configuration, with Hydra's own rules and types.
+
+    What `key=value` does to a base does not depend on the point's other overrides, so Hydra applies each once and points
+    are put together from the results (0.2 ms instead of 9 ms a point). Points for which that does not hold (`+`, `++`,
+    `~`, overrides inside one another, interpolations) are composed one by one.
+    """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self.loader, self.master = loader, master
         self.parser = OverridesParser.create(config_loader=loader)
-        self.bases: dict[tuple[str, ...], DictConfig] = {}
-        self._parse = lru_cache(maxsize=None)(self._parse_one)
-        self._is_group = lru_cache(maxsize=None)(self._group)
+        self.bases: dict[tuple[str, ...], Base] = {}
+        self._parse = cache(self._parse_one)
+        self._is_group = cache(self._group)
 
     def _parse_one(self, line: str) -> Override:
         return self.parser.parse_overrides([line])[0]
@@ -92,12 +113,58 @@ class Composer:
         for line in overrides:
             o = self._parse(line)
             (groups if self._is_group(o.key_or_group) else values).append(o)
-        key = tuple(o.input_line or "" for o in groups)
+        base = self._base(tuple(o.input_line or "" for o in groups))
+        if base.open or not _independent(values):
+            return _apply(base.cfg, values)
+        out = _copy(base.plain)
+        for o in values:
+            line = o.input_line or ""
+            path = o.key_or_group.split(".")
+            if line not in base.effects:
+                base.effects[line] = _at(_apply(base.cfg, [o]), path)
+            _at(out, path[:-1])[path[-1]] = _copy(base.effects[line])
+        return out
+
+    def _base(self, key: tuple[str, ...]) -> Base:
         if key not in self.bases:
             cfg = self.loader.load_sweep_config(self.master, list(key))
             with open_dict(cfg):
                 del cfg["hydra"]
-            self.bases[key] = cfg
-        cfg = copy.deepcopy(self.bases[key])
-        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)  # Hydra's own rules for +, ++ and ~
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+            plain: Any = OmegaConf.to_container(cfg, resolve=False)
+            self.bases[key] = Base(cfg, plain, any("${" in t or t == "???" for t in _texts(plain)))
+        return self.bases[key]
+
+
+def _apply(base: DictConfig, values: list[Override]) -> dict[str, Any]:
+    cfg = copy.deepcopy(base)
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)  # Hydra's own rules for +, ++ and ~
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+
+
+def _independent(values: list[Override]) -> bool:
+    """Does each override set one existing key that no other one touches?"""
+    if any(o.is_add() or o.is_force_add() or o.is_delete() for o in values):
+        return False
+    keys = [f"{o.key_or_group}." for o in values]
+    return not any(b.startswith(a) for a, b in itertools.permutations(keys, 2))
+
+
+def _at(data: Any, path: list[str]) -> Any:
+    for name in path:
+        data = data[name]
+    return data
+
+
+def _copy(data: Any) -> Any:
+    """copy.deepcopy for what to_container returns, ten times as fast."""
+    if isinstance(data, dict):
+        return {k: _copy(v) for k, v in data.items()}
+    return [_copy(v) for v in data] if isinstance(data, list) else data
+
+
+def _texts(data: Any) -> Iterator[str]:
+    if isinstance(data, (dict, list)):
+        for value in data.values() if isinstance(data, dict) else data:
+            yield from _texts(value)
+    elif isinstance(data, str):
+        yield data

@@ -8,6 +8,7 @@ from typing import Any, Optional
 from train import config
 from train.config import ConfigError, Train
 from train.data import corpus
+from train.launch import environment
 from train.sweep import freeze, validate
 from train.sweep.grid import Composer, Point
 
@@ -28,10 +29,14 @@ class Frozen:
 def resolve_host(cfg: Train, host: dict[str, Any], cores: int) -> None:
     """Fill in device, nproc and precision from what this host has. Raises ConfigError for what it doesn't have."""
     gpus = len(host.get("gpus", []))
+    if cfg.device != "cpu":
+        validate.visible_gpus(gpus)
     if cfg.device == "auto":
         cfg.device = "cuda" if gpus else "cpu"
     if cfg.device == "cuda" and not gpus:
+        hidden = environment.USER.get("CUDA_VISIBLE_DEVICES")
         why = f" ({host['gpu_error']})" if host.get("gpu_error") else ""
+        why += f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else ""
         raise ConfigError("device", "cuda", f"no CUDA device is visible here{why}; use device=cpu or auto")
     limit = gpus if cfg.device == "cuda" else max(8, 4 * cores)
     what = "visible GPUs" if cfg.device == "cuda" else f"ranks for {cores} cores"
@@ -43,17 +48,25 @@ def resolve_host(cfg: Train, host: dict[str, Any], cores: int) -> None:
         cfg.precision.name = "bf16" if cfg.device == "cuda" else "fp32"
 
 
-def resolve(cfg: Train) -> Optional[str]:
-    """Check the combination; fill in degrees, batch and the data's content. The reason when the point can't exist."""
+def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
+    """Check the combination; fill in degrees, batch and the data's content. The reason when the point can't exist.
+
+    `contents` holds hashes of data already read for this command.
+    """
     from train.parallel import mesh
 
     assert cfg.nproc is not None
     if reason := validate.combination(cfg, cfg.nproc):
         return reason
+    if cfg.deterministic is None:
+        cfg.deterministic = cfg.replay
     degrees = mesh.resolve(cfg, cfg.nproc)
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = degrees["dp_replicate"], degrees["dp_shard"]
     cfg.grad_accum, cfg.global_batch = validate.batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
-    cfg.data.content = corpus.content_hash(cfg.data)
+    source = (cfg.data.name, cfg.data.path, cfg.data.tokenizer)
+    if source not in contents:
+        contents[source] = corpus.content_hash(cfg.data)
+    cfg.data.content = contents[source]
     return None
 
 
@@ -70,12 +83,13 @@ def checked(composer: Composer, points: Iterator[Point]) -> list[tuple[Point, Tr
 def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], cores: int) -> list[Frozen]:
     """Resolved points in grid order, equal ones merged, repeats expanded. Raises ConfigError."""
     out: dict[str, Frozen] = {}
+    contents: dict[tuple[Any, ...], str] = {}
     for point, original in checked_points:
         for repeat in range(original.repeats):
-            cfg = copy.deepcopy(original)
+            cfg = copy.deepcopy(original) if original.repeats > 1 else original
             cfg.repeat = repeat
             resolve_host(cfg, host, cores)
-            invalid = resolve(cfg)
+            invalid = resolve(cfg, contents)
             identity = freeze.identity(cfg)
             if identity in out:
                 out[identity].merged.append(point.overrides)

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Optional
@@ -17,13 +18,9 @@ from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
 from train.launch.supervisor import Stop
-from train.sweep import folder, grid, points, snapshot
+from train.launch.tell import fill_standard_files, say
+from train.sweep import ending, folder, grid, points, progress, snapshot
 from train.sweep.store import PACKAGE
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, flush=True)
 
 
 def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
@@ -34,7 +31,9 @@ def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
         except EOFError:
             raise ConfigError("torch", "missing", "the rank server could not start; its error is above") from None
     command = [sys.executable, "-m", "train.launch.probe"]
-    done = subprocess.run(command, env=starters.python_env(PACKAGE.parent), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=starters.python_env(PACKAGE.parent), capture_output=True, text=True, start_new_session=True
+    )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError("torch", "missing", f"can't be imported by {sys.executable}: {last}")
@@ -43,84 +42,106 @@ def probe_host(warm: Optional[starters.Warm]) -> dict[str, Any]:
 
 
 def install_signals() -> Stop:
-    """SIGINT, SIGTERM and SIGHUP set the flag; a second one kills at once."""
+    """SIGINT, SIGTERM and SIGHUP end the command at once while nothing is written, later by way of the flag.
+
+    A second one ends it at once too, save that a point whose end is being recorded (0.1 s) is recorded. What was ignored
+    from the start (nohup, a shell's background job) stays ignored.
+    """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stop = Stop(fd=read)
 
     def handler(signum: int, _: object) -> None:
-        stop.hard = stop.signum is not None
+        stop.count += 1
         stop.signum = stop.signum or signum
+        if stop.nothing_written or stop.count > 2 or (stop.count > 1 and not stop.busy):
+            os._exit(128 + stop.signum)  # server and ranks die with this process
         try:
             os.write(write, b"x")
         except BlockingIOError:
             pass
 
     for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(s, handler)
+        if signal.getsignal(s) != signal.SIG_IGN:
+            signal.signal(s, handler)
     return stop
 
 
 def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str]) -> int:
     """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
+    began = time.monotonic()
+    fill_standard_files()
+    stop = install_signals()
     composer = grid.Composer(loader, master)
-    checked = points.checked(composer, grid.expand(loader, grids, arguments))
-    if not checked:
+    cells = list(grid.expand(loader, grids, arguments))
+    if not cells:
         raise ConfigError("sweeps", "", "the grid has no points")
-    run_cfg = checked[0][1]
+    run_cfg = points.checked(composer, iter(cells[:1]))[0][1]
     for name in environment.leftovers():
         say(f"ignored: {name}={environment.USER[name]} is left over from another launcher")
-    stop = install_signals()
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
-    several = len(checked) * run_cfg.repeats > 1
+    several = len(cells) * run_cfg.repeats > 1
     warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
-    try:
-        frozen = points.freeze_all(checked, probe_host(warm), len(os.sched_getaffinity(0)))
-        if stop.signum:
-            return 128 + stop.signum
-        return _run(run_cfg, frozen, warm, stop)
+    try:  # the server imports torch while the grid is composed
+        checked = points.checked(composer, iter(cells))
+        if warm is not None and any(c.compile.name != "none" for _, c in checked):
+            warm.will_compile()
+        with progress.waiting("looking at this machine, importing torch"):
+            host = probe_host(warm)
+        frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
+        uuids = [g["uuid"] for g in host.get("gpus", [])]
+        return _run(run_cfg, frozen, warm, stop, uuids, began)
     finally:
         if warm is not None:
             warm.close()
 
 
-def _run(cfg: Train, frozen: list[points.Frozen], warm: Optional[starters.Warm], stop: Stop) -> int:
+def _run(
+    cfg: Train,
+    frozen: list[points.Frozen],
+    warm: Optional[starters.Warm],
+    stop: Stop,
+    uuids: list[str],
+    began: float,
+) -> int:
     merged = sum(len(p.merged) for p in frozen)
     if merged:
         say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
+    if cfg.plan:
+        for p in frozen:
+            status = f"invalid  {p.folder}  ({p.invalid})" if p.invalid else f"pending  {p.folder}"
+            say(f"{status}  {' '.join(p.overrides)}")
+        say(f"{len(frozen)} point{'s' * (len(frozen) != 1)}; nothing was written")
     if all(p.invalid for p in frozen):
         reasons = Counter(p.invalid for p in frozen)
         lines = [f"{reason} ({n} points)" if n > 1 else str(reason) for reason, n in reasons.items()]
         sys.stderr.write("error: " + "; ".join(lines[:3]) + "\n")
         return 2
     if cfg.plan:
-        for p in frozen:
-            say(
-                f"{'invalid' if p.invalid else 'pending'}  {p.folder}  {' '.join(p.overrides)}"
-                + (f"  ({p.invalid})" if p.invalid else "")
-            )
         return 0
+    stop.nothing_written = False
+    before = ending.existing(Path(cfg.out))
     path = folder.choose(cfg)
-    command = shlex.join(["python", "-m", "train", *_user_arguments()])
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
         if not owned:
             return 128 + (stop.signum or signal.SIGINT)
-        opened = folder.open_sweep(path, frozen, command, cfg.code)
-        executor = local.Local(opened, cfg, warm, stop, say)
-        executor.run()
+        try:
+            opened = folder.open_sweep(path, frozen, shlex.join(ending.typed()), cfg.code)
+        except OSError as e:
+            ending.undo(path, frozen, before)
+            raise ConfigError("out", cfg.out, f"the run folder can't be written: {e.strerror}") from None
+        with progress.View() as view:
+            executor = local.Local(opened, cfg, warm, stop, view.say, uuids)
+            executor.on_progress, view.statuses = view.update, executor.statuses
+            executor.run()
     statuses = executor.statuses()
+    if stop.signum:
+        say(ending.interrupted(opened, statuses))
+        return 128 + stop.signum
     report(path)
+    for line in [ending.where_time_went(opened, time.monotonic() - began), *ending.logs(opened)]:
+        say(line)
     return exit_code(statuses, stop)
-
-
-def _user_arguments() -> list[str]:
-    """The command line as it was typed, before __main__ prepared it."""
-    text = Path("/proc/self/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
-    for marker in (["-m", "train"],):
-        for i in range(len(text) - 1):
-            if text[i : i + 2] == marker:
-                return text[i + 2 :]
-    return text[2:]
 
 
 def exit_code(statuses: list[str], stop: Stop) -> int:
@@ -139,4 +160,9 @@ def report(path: Path) -> None:
 
     say("")
     say(analysis.table.render(path))
-    say(f"\nreport: {os.path.relpath(analysis.report.write_report(path))}")
+    try:
+        say(f"report: {os.path.relpath(analysis.report.write_report(path))}")
+    except OSError as e:  # a full disk: the points are what counts
+        say(
+            f"report: can't be written: {e.strerror}; later: python -m analysis report {shlex.quote(os.path.relpath(path))}"
+        )

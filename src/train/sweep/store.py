@@ -22,11 +22,16 @@ def conf_dir() -> Path:
     return data_dir("conf")
 
 
-def register(cs: ConfigStore) -> None:
-    """Fill the ConfigStore. The project root is never on Hydra's search path, so sweeps/ is stored file by file."""
+def register(cs: ConfigStore, help_template: str) -> None:
+    """Fill the ConfigStore; `help_template` is what `--help` prints.
+
+    The project root is never on Hydra's search path, so sweeps/ is stored file by file.
+    """
     cs.store(group="schema", name="train", node=Train, package="_global_")
     sweeper: dict[str, Any] = {"_target_": "hydra_plugins.mfu_sweep.MfuSweeper", "params": None, "grids": []}
     cs.store(group="hydra/sweeper", name="mfu", node=sweeper, provider="mfu-sweep")
+    words = {"app_name": "train", "header": "", "footer": "", "template": help_template}
+    cs.store(group="hydra/help", name="mfu", node=words, provider="mfu-sweep")
     for path in sorted(data_dir("sweeps").glob("*.yaml")):
         node = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(node, dict):

@@ -4,20 +4,29 @@
 that are each fine can't be combined: the point is `invalid`, the others run.
 """
 
+import itertools
 import math
+import os
+import re
+from functools import cache
+from pathlib import Path
 from typing import Optional
 
-from train.config import ConfigError, Train
+from train import faults, names
+from train.config import ConfigError, Data, Train
 from train.data import corpus
-from train.errors import nearest
+from train.launch import environment
 from train.memory import rules as memory_rules
+from train.names import nearest
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
+    **memory_rules.CHOICES,
 }
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
 RANGES: dict[str, tuple[float, float]] = {
@@ -51,9 +60,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
+    "round.inner_steps": (1, 10**7),
+    "round.topk": (1e-6, 1),
+    "round.outer_lr": (0, 1e3),
+    "round.outer_momentum": (0, 0.999999999),
+    "checkpoint.every": (1, 10**7),
+    "checkpoint.keep": (1, 10**6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
+    **memory_rules.RANGES,
 }
 
 
@@ -77,30 +94,86 @@ def values(cfg: Train) -> None:
             continue
         assert isinstance(value, (int, float))
         if not math.isfinite(value) or not low <= value <= high:
-            raise ConfigError(key, value, f"must be {_range(low, high)}")
+            raise ConfigError(key, value, f"must be {accepts(key)}")
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
     memory_rules.values(cfg)
+    faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
         raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
+    if cfg.round.bits not in (32, 8, 4):
+        raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
     for key in ("env", "nccl.env"):
         for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
             if "=" in name or "\0" in f"{name}{value}" or not name:
                 raise ConfigError(f"{key}.{name}", value, "is not an environment variable")
+            if name in ALLOCATOR_NAMES:
+                allocator(f"{key}.{name}", value)
+    for name in ALLOCATOR_NAMES:
+        allocator(name, environment.USER.get(name, ""))
     if cfg.name is not None:
         _check_name(cfg.name)
-    corpus.files(cfg.data)
+    if not cfg.out or "\0" in cfg.out:
+        raise ConfigError("out", cfg.out, "must be a folder")
+    _readable(cfg.data.path, cfg.data.tokenizer)
 
 
-def _range(low: float, high: float) -> str:
-    return (
-        f"between {low:g} and {high:g}"
-        if max(abs(low), abs(high)) < 2**20
-        else f"at least {low:g} (and at most {high:g})"
-    )
+@cache
+def _readable(path: Optional[str], tokenizer: Optional[str]) -> None:
+    """Raises ConfigError for a text or tokenizer that can't be read; once for all points that share it."""
+    if path == "":
+        raise ConfigError("data.path", path, "must be a UTF-8 file, a folder or a glob, or null")
+    data = Data(path=path, tokenizer=tokenizer)
+    for file in corpus.files(data):
+        if not os.access(file, os.R_OK):
+            raise ConfigError("data.path", path, f"{file} can't be read: Permission denied")
+    if tokenizer is not None:
+        corpus.load_tokenizer(data)
+
+
+def accepts(key: str) -> str:
+    """What a key's value may be, in words: `an integer between 1 and 1048576`."""
+    hint = names.hints()[key]
+    null = " or null" if names.optional(hint) else ""
+    if key in CHOICES:
+        return f"one of {', '.join(CHOICES[key])}"
+    if key in RANGES:
+        shown = [f"{int(v)}" if names.plain(hint) is int else f"{v:g}" for v in RANGES[key]]
+        return f"{names.words(hint)} between {shown[0]} and {shown[1]}{null}"
+    return names.words(hint) + null
+
+
+#: `name:value` pairs, as torch's allocator reads them; a value may be a list
+ALLOCATOR = re.compile(r"[a-z_0-9]+:(\[[^]]*\]|[^,:\[\]]+)(,[a-z_0-9]+:(\[[^]]*\]|[^,:\[\]]+))*")
+ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocator(key: str, value: str) -> None:
+    """Raises ConfigError for an allocator variable that torch would refuse with an assertion once it allocates."""
+    if value and not ALLOCATOR.fullmatch(re.sub(r"\s", "", value)):
+        raise ConfigError(key, value, "must be name:value pairs joined by commas, as in expandable_segments:True")
+
+
+def visible_gpus(seen: int) -> None:
+    """Raises ConfigError when CUDA_VISIBLE_DEVICES names a GPU that is not among the `seen` ones: CUDA drops it silently.
+
+    Without any GPU on the host the variable means nothing: images for GPUs set it everywhere.
+    """
+    value = environment.USER.get("CUDA_VISIBLE_DEVICES")
+    asked = list(itertools.takewhile(lambda v: v not in ("", "-1"), (value or "").replace(" ", "").split(",")))
+    if len(asked) > seen and (seen or gpus_of_driver()):
+        raise ConfigError("CUDA_VISIBLE_DEVICES", value, f"names {len(asked)} GPUs, {seen} of them can be used here")
+
+
+def gpus_of_driver() -> int:
+    """How many GPUs NVIDIA's kernel driver has, visible to this process or not."""
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0
 
 
 def _check_name(name: str) -> None:
@@ -151,7 +224,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("model.vocab", m.vocab, f"must be at least {need}, the ids that the text uses")
         for key, users in (
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
-            ("accumulate", ("zero2", "zero2o", "zero2rs")),
+            ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
             ("reshard_after_forward", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
@@ -161,6 +234,13 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         memory_rules.combination(cfg, nproc)
+        if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
+            raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
+        if cfg.replay and cfg.checkpoint.every is not None:
+            raise ConfigError("replay", True, "all passes start at step 0: leave checkpoint.every out")
+        if cfg.replay and cfg.profile:
+            raise ConfigError("profile", True, "would record the second pass of replay=true too; use one of them")
+        faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
     except ConfigError as e:

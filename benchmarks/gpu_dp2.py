@@ -1,0 +1,212 @@
+"""The data-parallel table on two GPUs of one host: one self-contained command of at most ten minutes, its table last.
+
+    python -m benchmarks.gpu_dp2 --out docs/results/dp2 --budget 560
+
+Runs in this order and stops starting new parts when the budget (seconds) is nearly used: the 18 points of
+sweeps=dp2_reductions; NCCL presets; replay over NCCL; two independent single-GPU runs side by side; torchtitan with FSDP.
+Every part is the command that a user would type. NVLink multicast stays as the environment has it (off where it must be).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
+STEADY = 5  # steps dropped: compile and the first steps after it
+
+
+def train(name: str, *args: str, **env: str) -> subprocess.Popen[bytes]:
+    """Start `python -m train`; outputs/<name> holds the points."""
+    command = [sys.executable, "-m", "train", "-m", *args, f"name={name}"]
+    print("$", *(f"{k}={v}" for k, v in env.items()), " ".join(["python", *command[1:]]), flush=True)
+    return subprocess.Popen(command, env=os.environ | env, cwd=ROOT)
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """One row a point: configuration, median step over the steady steps, memory, communication, hashes."""
+    out = []
+    for status in sorted((ROOT / "outputs" / name).glob("*/status.json")):
+        import yaml
+
+        s = json.loads(status.read_text())
+        cfg = yaml.safe_load((status.parent / "config.yaml").read_text())
+        row: dict[str, Any] = {
+            "sweep": name, "reduction": cfg["reduction"]["name"], "micro_batch": cfg["micro_batch"],
+            "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"], "nproc": cfg["nproc"],
+            "status": s["status"], "reason": s["reason"],
+        }  # fmt: skip
+        lines = (
+            [json.loads(x) for x in (status.parent / "metrics.jsonl").read_text().splitlines()]
+            if s["status"] == "ok"
+            else []
+        )
+        if lines:
+            steady = sorted(x["time/step"] for x in lines[STEADY:])
+            step = steady[len(steady) // 2]
+            summary = s["summary"]
+            tokens = summary["tokens_per_step"] / step
+            peak = summary["peak"]["flops"] * cfg["nproc"]
+            exposed = (summary.get("traffic") or {}).get("exposed_s_mean")
+            row |= {
+                "step_s": step, "tokens_per_s": tokens, "mfu": 100 * tokens * summary["flops_per_token"]["mfu"] / peak,
+                "mfu_causal": 100 * tokens * summary["flops_per_token"]["mfu_causal"] / peak,
+                "rank_step_peak_mem_gib": summary.get("rank_step_peak_mem_gib"), "exposed_s": exposed,
+                "leaf_root": summary.get("leaf_root"), "replay_match": summary.get("replay_match"),
+                "curve": [(x["loss"], x["grad_norm"]) for x in lines],
+            }  # fmt: skip
+        out.append(row)
+    return out
+
+
+def torchtitan(micro_batch: int, peers: str) -> dict[str, Any] | None:
+    """The peer under torchrun on two GPUs; None when it did not print its line."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([peers, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "torchtitan_dense.py",
+               "dense_1b", "2048", str(micro_batch), "none", "1"]  # fmt: skip
+    print("$", " ".join(["python", *command[1:]]), flush=True)
+    done = subprocess.run(
+        command, cwd=ROOT / "benchmarks" / "peers", env=env, capture_output=True, text=True, timeout=200
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            result: dict[str, Any] = json.loads(line)
+            return result
+    print(done.stdout[-1500:], done.stderr[-3000:], flush=True)
+    return None
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    head = "| run | reduction | recompute | nccl | micro-batch | step ms | tokens/s | MFU % | MFU causal % | in-step peak GiB / rank | exposed % |"
+    lines = [head, "|" + "---|" * 11]
+    for r in results:
+        if r["status"] != "ok" or "step_s" not in r:
+            lines.append(
+                f"| {r['sweep']} | {r['reduction']} | {r['recompute']} | {r['nccl']} | {r['micro_batch']} | {r['status']}: {r['reason']} |"
+            )
+            continue
+        memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
+        exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
+        lines.append(
+            f"| {r['sweep']} | {r['reduction']} | {r['recompute']} | {r['nccl']} | {r['micro_batch']} | {1e3 * r['step_s']:.1f}"
+            f" | {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} | {r['mfu_causal']:.2f} | {memory} | {exposed} |"
+        )
+    return "\n".join(lines)
+
+
+def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[str]:
+    """What the runs show, as sentences with numbers."""
+    out = []
+    grid = {
+        (r["sweep"], r["reduction"], r["recompute"], r["nccl"], r["micro_batch"]): r for r in results if "step_s" in r
+    }
+    for mb in (4, 8, 12):
+        a, b = (grid.get(("dp2", name, "none", "default", mb)) for name in ("zero2", "zero2o"))
+        if a and b:
+            out.append(
+                f"zero2 = zero2o at micro_batch {mb} (loss and norm of every step, bit for bit): {a['curve'] == b['curve']}"
+            )
+    both = [r for r in results if r["sweep"].startswith("single") and "step_s" in r]
+    pair = grid.get(("dp2", "zero2o", "none", "default", 12))
+    if len(both) == 2 and pair:
+        ideal = sum(r["tokens_per_s"] for r in both)
+        out.append(f"zero2o / two independent single-GPU runs, micro_batch 12: {pair['tokens_per_s'] / ideal:.4f}")
+    for mb in (4, 8, 12):
+        r = grid.get(("dp2", "zero2o", "none", "default", mb))
+        if r and r["exposed_s"] is not None:
+            out.append(
+                f"exposed communication of zero2o at micro_batch {mb}: {100 * r['exposed_s'] / r['step_s']:.2f} % of the step"
+            )
+    for p in peer:
+        r = grid.get(("dp2", "zero2o", "none", "default", p["mb"]))
+        if r:
+            out.append(
+                f"zero2o / torchtitan FSDP at micro_batch {p['mb']}: {r['tokens_per_s'] / p['tok_s']:.3f} ({p['tok_s']:,} tokens/s)"
+            )
+    replays = [r for r in results if r["sweep"] == "dp2_replay"]
+    for r in replays:
+        root = (r.get("leaf_root") or "")[:12]
+        out.append(
+            f"replay {r['reduction']} nccl={r['nccl']}: {r['status']} replay_match={r.get('replay_match')} leaf_root={root}"
+        )
+    if len(roots := {r.get("leaf_root") for r in replays}) == 1 and len(replays) > 1 and None not in roots:
+        out.append("one leaf root over all of them")
+    return out
+
+
+def main() -> None:
+    """Command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "dp2")
+    p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
+    p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
+    p.add_argument("--steps", type=int, default=25)
+    args = p.parse_args()
+    began = time.monotonic()
+    steps = f"steps={args.steps}"
+
+    def left(need: float) -> bool:
+        return args.budget - (time.monotonic() - began) > need
+
+    peer = []
+    for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
+        shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
+    train("dp2", "sweeps=dp2_reductions", steps).wait()
+    if left(60):
+        pair = [
+            train(
+                f"single{i}",
+                *DENSE,
+                "micro_batch=12",
+                "nproc=1",
+                "reduction=zero2o",
+                steps,
+                CUDA_VISIBLE_DEVICES=str(i),
+            )
+            for i in (0, 1)
+        ]
+        for run in pair:
+            run.wait()
+    if args.peers and left(90):
+        peer += [r for r in [torchtitan(12, args.peers)] if r]
+    if left(60):
+        train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
+    if left(100):
+        train(
+            "dp2_replay",
+            *DENSE,
+            "nproc=2",
+            "micro_batch=4",
+            "reduction=zero2,zero2o",
+            "nccl=default,pcie",
+            "replay=true",
+            "steps=6",
+        ).wait()
+    if args.peers and left(70):
+        peer += [r for r in [torchtitan(8, args.peers)] if r]
+    results = [r for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1") for r in rows(name)]
+    said = claims(results, peer)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "date": date.today().isoformat(),
+        "command": "python -m benchmarks.gpu_dp2",
+        "results": results,
+        "torchtitan": peer,
+        "claims": said,
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    text = "\n".join([*(f"- {c}" for c in said), "", *(json.dumps(p) for p in peer), "", table(results)])
+    args.out.with_suffix(".txt").write_text(text + "\n")
+    print(text, f"\n{time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The schema's own words: every dotted key, what its type accepts, and the nearest name for a misspelt one. No Hydra here."""
+
+import dataclasses
+import difflib
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from train.config import Train
+
+WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+
+def nearest(word: str, valid: list[str]) -> str:
+    """`; did you mean X?` for a close name, else nothing."""
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+@lru_cache(maxsize=1)
+def hints() -> dict[str, Any]:
+    """Dotted key → type, groups (dataclasses) included."""
+    return dict(_walk(Train, ""))
+
+
+def _walk(cls: Any, prefix: str) -> list[tuple[str, Any]]:
+    out = []
+    for name, hint in get_type_hints(cls).items():
+        out.append((prefix + name, hint))
+        if dataclasses.is_dataclass(hint):
+            out += _walk(hint, f"{prefix}{name}.")
+    return out
+
+
+def is_group(key: str) -> bool:
+    """Whether a key is a group of options that every point has."""
+    return dataclasses.is_dataclass(hints().get(key))
+
+
+def optional(hint: Any) -> bool:
+    """Whether null is a value of that type."""
+    return get_origin(hint) in (Union, UnionType) and type(None) in get_args(hint)
+
+
+def plain(hint: Any) -> Any:
+    """int of Optional[int]; other types as they are."""
+    rest = [a for a in get_args(hint) if a is not type(None)]
+    return rest[0] if optional(hint) else hint
+
+
+def words(hint: Any) -> str:
+    """`an integer`, `a number`, …, for the type of a key."""
+    inner = plain(hint)
+    if dataclasses.is_dataclass(inner):
+        return "the name of an option"
+    return WORDS.get(inner) or "a mapping {NAME: value, …}"

@@ -1,0 +1,197 @@
+"""Every wrong command ends with one line that names the key, the value and what is valid; exit 2; nothing is written."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import refused, run
+
+#: command line → what its message must say
+CASES: dict[str, tuple[str, ...]] = {
+    # names
+    "micro_batc=3": ("micro_batc=3", "is not a key", "did you mean micro_batch?"),
+    "foo=1": ("foo=1", "is not a key", "--help"),
+    "+foo=1": ("foo=1", "is not a key"),
+    "modell=debug": ("modell=debug", "did you mean model?"),
+    "modell.dim=3": ("modell.dim=3", "did you mean model.dim?"),
+    "model.dimm=3": ("model.dimm=3", "did you mean model.dim?", "model.head_dim"),
+    "model=dense_1bb": ("model=dense_1bb", "did you mean dense_1b?", "debug"),
+    "reduction=zero2,zero9": ("reduction=zero9", "is not an option", "did you mean zero2?", "fsdp"),
+    "compile=on": ("compile=on", "is not an option", "layer, none"),
+    "model=../secret": ("model=../secret", "is not an option"),
+    "sweeps=nope": ("sweeps=nope", "is not an option", "dp2_reductions"),
+    "recipe=nope": ("recipe=nope", "is not an option", "dense_1b_h200"),
+    "model=glob(x*)": ("model=glob(x*)", "has no values"),
+    "model/dim=3": ("model/dim=3", "model.dim=3"),
+    "data/path=x": ("data/path=x", "data.path=x"),
+    "schema=train": ("schema=train", "is not a key"),
+    "micro_batch": ("micro_batch", "micro_batch=…"),
+    "=3": ("=3", "is not key=value"),
+    "env.=3": ("env.=3", "is not key=value"),
+    "+micro_batch=4": ("micro_batch", "write micro_batch=4"),
+    "~micro_batch": ("~micro_batch", "can't be removed"),
+    # numbers
+    "micro_batch=0": ("micro_batch=0", "an integer between 1 and"),
+    "micro_batch=-1": ("micro_batch=-1", "an integer between 1 and"),
+    "micro_batch=99999999999": ("micro_batch=99999999999", "1048576"),
+    "micro_batch=1e30": ("micro_batch=1e30", "an integer"),
+    "micro_batch=1.5": ("micro_batch=1.5", "an integer"),
+    "micro_batch=four": ("micro_batch=four", "an integer"),
+    "micro_batch=true": ("micro_batch=true", "an integer"),
+    "micro_batch=null": ("micro_batch=null", "an integer"),
+    "micro_batch=": ("micro_batch=:", "an integer"),
+    "micro_batch=[4,8]": ("micro_batch=[4,8]", "an integer"),
+    "micro_batch={a:1}": ("micro_batch={a:1}", "an integer"),
+    "micro_batch=4&8": ("micro_batch=4&8", "an integer"),
+    "micro_batch=[4": ("micro_batch=[4", "an integer"),
+    "micro_batch=1,,2": ("micro_batch=1,,2", "an integer"),
+    "seed=-1": ("seed=-1", "an integer between 0 and"),
+    "optim.lr=nan": ("optim.lr=nan", "a number between 0 and 1000"),
+    "optim.lr=inf": ("optim.lr=inf", "a number between 0 and 1000"),
+    "optim.lr=fast": ("optim.lr=fast", "a number between 0 and 1000"),
+    "optim.beta2=1": ("optim.beta2=1.0", "a number between 0 and"),
+    "model.dim=null": ("model.dim=null", "an integer between"),
+    "model.tied=maybe": ("model.tied=maybe", "true or false"),
+    "timeout=0": ("timeout=0", "between 0.1 and", "or null"),
+    "nproc=0": ("nproc=0", "an integer between 1 and"),
+    "parallelism.dp_shard=0": ("parallelism.dp_shard=0", "at least 1, or -1"),
+    "micro_batch=4,8,0 reduction=zero2,ddp": ("micro_batch=0", "an integer between 1 and"),
+    "micro_batch=range(1,9,0)": ("micro_batch=range(1,9,0)", "must not be zero"),
+    "micro_batch=range(4,2)": ("micro_batch=range(4,2)", "has no values"),
+    "micro_batch=interval(1,4)": ("micro_batch=interval(1,4)", "a,b,c"),
+    # words, mappings, lists
+    "device=gpu": ("device=gpu", "auto, cuda, cpu"),
+    "code=old": ("code=old", "new"),
+    "model=[debug,dense_1b]": ("model=[debug,dense_1b]", "the name of an option"),
+    "model={name:x}": ("model={name:x}", "the name of an option"),
+    "optim=null": ("optim=null", "the name of an option"),
+    "model.name={a:1}": ("model.name={a:1}", "text"),
+    "env=3": ("env=3", "a mapping"),
+    "env.A={b:c}": ("env.A={b:c}", "text"),
+    "env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments": ("env.PYTORCH_CUDA_ALLOC_CONF=", "expandable_segments:True"),
+    "micro_batch=4 micro_batch=8": ("micro_batch=8", "twice", "micro_batch=4,8"),
+    "name=a name=b": ("name=b", "twice"),
+    "launch=local,local": ("launch=local,local", "can't be swept"),
+    "repeats=2,3": ("repeats=2,3", "can't be swept"),
+    "hydra/launcher=joblib": ("hydra/launcher=joblib", "launch="),
+    "hydra.mode=RUN": ("hydra.mode=RUN", "launch="),
+    "hydra.sweep.dir=x": ("hydra.sweep.dir=x", "out="),
+    # interpolation
+    "micro_batch=${nothing}": ("micro_batch=${nothing}", "nothing"),
+    "micro_batch=${nope:1}": ("micro_batch=${nope:1}", "nope"),
+    "micro_batch=${seq_len": ("micro_batch=${seq_len", "an integer"),
+    "seq_len=${oc.env:NOT_SET_ANYWHERE}": ("seq_len=${oc.env:NOT_SET_ANYWHERE}", "NOT_SET_ANYWHERE"),
+    # names and places
+    "name=": ("name=", "a folder name"),
+    "name=a/b": ("name=a/b", "a folder name"),
+    "name=..": ("name=..", "a folder name"),
+    f"name={'x' * 300}": ("name=xxx", "at most 200 bytes"),
+    "out=": ("out=", "a folder"),
+    "data.path=not/there": ("data.path=not/there", "is not there", "a UTF-8 file, a folder or a glob"),
+    "data.path=*.none": ("data.path=*.none", "matches no file"),
+    "data.path=": ("data.path=", "a UTF-8 file"),
+    "data.path=/dev/null": ("data.path=/dev/null", "neither a file nor a folder"),
+    "data.tokenizer=not/there.json": ("data.tokenizer=not/there.json", "No such file"),
+    # flags
+    "--nope": ("--nope", "is not a flag", "--multirun"),
+    "--multi": ("--multi", "did you mean --multirun?"),
+    "-x": ("-x", "is not a flag"),
+    "--cfg": ("--cfg", "expected one argument"),
+    "--cfg nope": ("--cfg", "nope", "job"),
+    "--config-dir not/there": ("--config-dir=not/there", "is not a folder"),
+    "--config-name nope": ("nope", "Cannot find primary config"),
+    "--experimental-rerun x": ("--experimental-rerun", "name="),
+}
+
+
+@pytest.mark.parametrize("line", CASES, ids=[line[:40] for line in CASES])
+def test_refused_in_one_line(tmp_path: Path, line: str) -> None:
+    refused(line.split(" "), tmp_path, *CASES[line])
+
+
+def test_there_are_enough_kinds() -> None:
+    assert len(CASES) >= 40
+
+
+#: what only shows once this machine has been looked at, or when all is put together
+LATE: dict[str, tuple[str, ...]] = {
+    "nproc=1000": ("nproc=1000", "at most"),
+    "model.heads=3": ("model.kv_heads=2", "must divide model.heads=3"),
+    "global_batch=7,9,11": ("global_batch=7", "multiple of micro_batch", "8"),
+}
+
+
+@pytest.mark.parametrize("line", LATE)
+def test_refused_after_the_probe(tmp_path: Path, line: str) -> None:
+    refused(line.split(" "), tmp_path, *LATE[line])
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    refused(["name=\udcff\udcfe"], tmp_path, "name=", "is not text")
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(["out=file"], tmp_path, "out=file", "can't be written")
+    refused(["out=file/below"], tmp_path, "out=file/below", "can't be written")
+
+
+def test_data_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / "again").symlink_to("../circle")
+    (tmp_path / "nothing.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    for path, words in {
+        "empty": "no file in it",
+        "loop": "symlink loop",
+        "circle": "symlink loop",
+        "nothing.txt": "empty file",
+        "latin.txt": "not UTF-8",
+    }.items():
+        refused([f"data.path={path}"], tmp_path, f"data.path={path}", words)
+    refused(["data.tokenizer=latin.txt"], tmp_path, "data.tokenizer=latin.txt", "not a tokenizer.json")
+
+
+def test_data_without_permission(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("text")
+    secret.chmod(0)
+    # root reads everything, unless it gives up that capability
+    prefix = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all") if os.getuid() == 0 else ()
+    refused(["data.path=secret.txt"], tmp_path, "data.path=secret.txt", "Permission denied", prefix=prefix)
+
+
+def test_one_bad_value_among_good_ones_writes_nothing(tmp_path: Path) -> None:
+    refused(["-m", "reduction=zero2,ddp", "micro_batch=2,4,-8", "name=x"], tmp_path, "micro_batch=-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("model/mine.yaml", "name: mine\ndim: wide\n", ("model/mine.yaml", "dim", "an integer")),
+        (
+            "model/mine.yaml",
+            "name: mine\ndimm: 3\n",
+            ("model/mine.yaml", "dimm", "is not a key", "did you mean model.dim?"),
+        ),
+        ("model/mine.yaml", "name: [\n", ("mine.yaml", "line", "is not YAML")),
+        ("model/mine.yaml", "name: mine\n", ("model.dim", "has no value")),
+        ("model/mine.yaml", "- a\n- b\n", ("model/mine.yaml",)),
+        ("model/mine.yaml", "defaults: [nope]\n", ("nope",)),
+    ],
+)
+def test_own_option_that_is_wrong(tmp_path: Path, file: str, text: str, words: tuple[str, ...]) -> None:
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    refused(["--config-dir=own", "model=mine"], tmp_path, *words)
+
+
+def test_impossible_points_are_listed_and_the_rest_counts(tmp_path: Path) -> None:
+    done = run(["global_batch=8,7", "plan=true"], tmp_path)
+    assert done.code == 0
+    assert "pending" in done.out and "invalid" in done.out and "multiple of micro_batch" in done.out
+    assert "nothing was written" in done.out and not list(tmp_path.iterdir())
