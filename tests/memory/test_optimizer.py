@@ -103,7 +103,7 @@ def test_updates_begin_in_backward() -> None:
     dp.announce(cfg.optim.lr)
     cases.one_step(dp, 0, 1, case, 0)
     assert all(p.grad is None for p in model.parameters())  # gone to the host
-    for owner in dp._owners():
+    for owner in dp.owners():
         owner.finish()
     assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters() if p.ndim == 2)
     dp.step(cfg.optim.lr)
