@@ -4,10 +4,10 @@ A gradient leaves the device as soon as it is there; a thread adds it up in fp32
 pieces are in, runs the update (torch's fused CPU AdamW, or SignSGD) and sends the new weights, beside the rest of backward.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import torch
@@ -121,9 +121,12 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.thread = ThreadPoolExecutor(1, "optimizer")
+        # a thread begins on GPU 0, whatever this rank's is
+        begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1, "optimizer", begin)
         self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self._pool = HostPool(pinned=device.type == "cuda")
+        # two, so that each has one thread that takes from it
+        self._grads, self._rounded = (HostPool(pinned=device.type == "cuda") for _ in range(2))
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self._sending: deque[tuple[Any, Tensor]] = deque()  # host buffers whose copy to the device may be unfinished
 
@@ -132,7 +135,7 @@ class Engine:
         if not grad.is_cuda:
             return grad, None
         assert self._out is not None
-        buffer = self._pool.take(grad.nbytes)
+        buffer = self._grads.take(grad.nbytes)
         staged = buffer.view(grad.dtype).view(grad.shape)
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
@@ -148,7 +151,7 @@ class Engine:
     def give(self, staged: Tensor) -> None:
         """A host copy is read."""
         if self._out is not None and staged.is_pinned():
-            self._pool.give(staged.view(-1).view(torch.uint8))
+            self._grads.give(staged.view(-1).view(torch.uint8))
 
     def to_device(self, weight: Tensor, master: Tensor) -> None:
         """Round a master into its weight. Called by the thread, once backward has used the weight: its gradient is in."""
@@ -156,8 +159,8 @@ class Engine:
             weight.copy_(master.view_as(weight))
             return
         while self._sending and self._sending[0][0].query():
-            self._pool.give(self._sending.popleft()[1])
-        buffer = self._pool.take(weight.nbytes)
+            self._rounded.give(self._sending.popleft()[1])
+        buffer = self._rounded.take(weight.nbytes)
         rounded = buffer.view(weight.dtype).view(weight.shape)
         rounded.copy_(master.view_as(weight))
         with torch.cuda.stream(self._back):
@@ -173,7 +176,7 @@ class Engine:
             torch.cuda.current_stream().wait_stream(self._back)
 
 
-@cache
+@functools.cache
 def engine(device: torch.device) -> Engine:
     """One a device and process."""
     return Engine(device)
