@@ -162,9 +162,10 @@ def _estimate(part: pd.DataFrame, between: tuple[float, float]) -> tuple[float, 
 
 
 def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Ranks finished rows within their provenance group; a row's rank is one more than the rows surely better than it.
+    """Sorts rows, and ranks the finished ones within their provenance group.
 
-    `tie` marks rows that cannot be told apart from the best of their group.
+    A rank is shared by the rows that follow its first row and can't be told apart from it; `tie` marks those that can't
+    be told apart from the best of the group, wherever they stand.
     """
     frame = frame.copy()
     sign = 1.0 if by.endswith("_s") and not by.startswith("tokens") or by.endswith("_gib") else -1.0
@@ -175,7 +176,7 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     for _, part in frame[ranked].groupby("group"):
         score = -sign * np.log(part[by].to_numpy(float))
         noise = part["half"].fillna(0).to_numpy(float) if with_noise else np.zeros(len(part))
-        frame.loc[part.index, "rank"] = surely_better(score, noise) + 1
+        frame.loc[part.index, "rank"] = shared_ranks(score, noise)
         best = int(np.argmax(score))
         apart = score[best] - score > np.hypot(noise, noise[best])
         frame.loc[part.index, "tie"] = ~apart & (np.arange(len(part)) != best)
@@ -188,11 +189,14 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     return frame.drop(columns=["_ranked", "_score", "_group"]).reset_index(drop=True)
 
 
-def surely_better(score: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """For each row how many others lie above it by more than the two half-widths together; in slices, to bound memory."""
-    counts = []
-    for start in range(0, len(score), 256):
-        part = slice(start, start + 256)
-        above = score[None, :] - score[part, None]
-        counts.append((above > np.hypot(noise[None, :], noise[part, None])).sum(axis=1))
-    return np.concatenate(counts)
+def shared_ranks(score: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """1, 1, 3, …: rows by falling score; a new rank begins with the first row that surely differs from the last one's."""
+    ranks = np.zeros(len(score), int)
+    leader = 0
+    down = np.argsort(-score, kind="stable")
+    for place, row in enumerate(down):
+        first = down[leader]
+        if score[first] - score[row] > math.hypot(noise[first], noise[row]):
+            leader = place
+        ranks[row] = leader + 1
+    return ranks

@@ -52,7 +52,7 @@ def render(
     if form in ("csv", "latex"):
         return rows_table(ranked.rows, shown, form)
     parts = [group_tables(ranked, shown, form), failures(ranked, form)]
-    parts += notes(data, ranked) + [census(data.points).line()]
+    parts += ["\n".join(notes(data, ranked)), census(data.points).line()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
@@ -103,8 +103,8 @@ def group_tables(ranked: Ranked, columns: list[str], form: str) -> str:
         return "no finished point yet\n"
     parts = []
     columns = [c for c in columns if c != "status" or finished["status"].ne("ok").any()]
-    shown = [c for c in columns if c != "flags" or any(_own_flags(finished))]
-    finished = finished.assign(flags=pd.Series(_own_flags(finished), index=finished.index, dtype=object))
+    finished = finished.assign(flags=own_flags(finished))
+    shown = [c for c in columns if c != "flags" or any(finished["flags"])]
     for _, part in finished.groupby("group"):
         if ranked.differs:
             first = part.iloc[0]
@@ -115,10 +115,11 @@ def group_tables(ranked: Ranked, columns: list[str], form: str) -> str:
     return "\n".join(parts)
 
 
-def _own_flags(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """Flags less those that every row has, which are said once below the table."""
-    common = common_flags(rows)
-    return [tuple(flag for flag in flags if flag not in common) for flags in rows["flags"]]
+def own_flags(rows: pd.DataFrame) -> pd.Series:
+    """Flags of each row, less those that all finished rows have, which are said once below the table."""
+    common = common_flags(rows[rows["rank"].notna()])
+    own = [tuple(flag for flag in flags if flag not in common) for flags in rows["flags"]]
+    return pd.Series(own, index=rows.index, dtype=object)
 
 
 def common_flags(rows: pd.DataFrame) -> list[str]:

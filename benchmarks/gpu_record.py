@@ -1,4 +1,6 @@
-"""The claims about replay on one GPU: run `sweeps=gpu_record`, check what it left, print one line a claim.
+"""The claims about replay on one GPU: run `sweeps=gpu_record` and `gpu_flips`, check what they left, one line a claim.
+
+With two GPUs the two sweeps run side by side, one a GPU.
 
     PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--limit SECONDS] [KEY=VALUE ...]
 
@@ -106,16 +108,23 @@ def main() -> int:
     env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(out)}
     folder = out / "mfu-sweep" / "qualified"  # where runs with this XDG_CACHE_HOME look for records
     subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
-    command = [sys.executable, "-m", "train", "-m", "sweeps=gpu_record", f"out={out}", "name=sweep", *args.overrides]
     began = time.monotonic()
-    process = subprocess.Popen(command, env=env, cwd=ROOT)
-    try:
-        process.wait(args.limit)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the running point is interrupted; what has finished is shown below
-        process.wait()
-    grid = json.loads((out / "sweep" / "sweep.json").read_text())["grid"]
-    points = [Point(out / "sweep" / g["folder"], g["overrides"]) for g in grid]
+    gpus = int(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]))
+    running = []
+    for i, name in enumerate(("gpu_record", "gpu_flips")):
+        command = [sys.executable, "-m", "train", "-m", f"sweeps={name}", f"out={out}", f"name={name}", *args.overrides]
+        own = {"CUDA_VISIBLE_DEVICES": str(i)} if gpus > 1 else {}
+        running.append(subprocess.Popen(command, env=env | own, cwd=ROOT))
+    for process in running:
+        try:
+            process.wait(max(1.0, args.limit - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the running point is interrupted; what has finished is shown below
+            process.wait()
+    points = []
+    for sweep in (out / "gpu_record", out / "gpu_flips"):
+        grid = json.loads((sweep / "sweep.json").read_text())["grid"]
+        points += [Point(sweep / g["folder"], g["overrides"]) for g in grid]
     claims = [flips(points), *replays(points), *memory(points), *price(points)]
     print(f"\n{len(points)} points in {time.monotonic() - began:.0f} s")
     for name, holds, detail in claims:

@@ -4,6 +4,7 @@ import sys
 from typing import Any, NoReturn, Optional
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
@@ -18,11 +19,16 @@ class MfuSweeper(BasicSweeper):
         self.grids = list(grids or [])
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what composing needs; the executor is chosen by the `launch` group, not by Hydra's launcher here."""
+        """Keep what composing needs. `launch=slurm` selects Hydra's launcher too; points of this machine need none."""
         self.hydra_context, self.config = hydra_context, config
+        self.remote = None
+        if config.launch.name == "slurm":
+            self.remote = Plugins.instance().instantiate_launcher(
+                hydra_context=hydra_context, task_function=task_function, config=config
+            )
 
     def sweep(self, arguments: list[str]) -> NoReturn:
         """Run the grid and exit with the sweep's code: Hydra drops what a sweeper returns."""
         assert self.hydra_context is not None and self.config is not None
         grids = [{str(k): v for k, v in g.items()} for g in (self.grids or [self.params or {}])]
-        sys.exit(run.sweep(self.hydra_context.config_loader, self.config, grids, arguments))
+        sys.exit(run.sweep(self.hydra_context.config_loader, self.config, grids, arguments, self.remote))

@@ -19,7 +19,10 @@ from train.names import nearest
 from train.sweep.grid import NOT_SWEPT
 
 #: one value for the whole sweep, so that a comma is a character and not a list
-LITERAL = ("name", "out")
+LITERAL = (
+    "name", "out", "launch.time", "launch.memory", "launch.partition", "launch.account", "launch.qos", "launch.constraint",
+    "launch.exclude", "launch.template", "launch.python",
+)  # fmt: skip
 #: may be a list of paths, but a path that is there is meant as it stands
 PATHS = ("data.path", "data.tokenizer")
 PLAIN = re.compile(r"[\w.+-]+")
@@ -117,6 +120,8 @@ def literal(override: str) -> str:
         return override if value in ("null", "") else f"{key}={quoted(value)}"
     if bare in PATHS and (Path(value).expanduser().exists() or not _parses(override)):
         return f"{key}={quoted(value)}"
+    if bare.startswith("launch.sbatch."):
+        return f"++{bare}={quoted(value)}"
     if bare.startswith(("env.", "nccl.env.")):
         parts = value.split(",")
         as_text = all(PLAIN.fullmatch(p) for p in parts) or not _parses(override)

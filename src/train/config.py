@@ -177,12 +177,33 @@ class Checkpoint:
 class Launch:
     """Where and how ranks are started."""
 
-    name: str = "???"  # local
+    name: str = "???"  # local | slurm
     warm: bool = True  # fork ranks from a server that has imported torch
     first_step_timeout: float = 600.0  # seconds without a heartbeat until step 2 (imports, compile, autotune)
     hang_seconds: float = (
         10.0  # later: a hang is max(this, 5 x the slowest step so far) seconds after the last heartbeat
     )
+    # launch=slurm only; docs/slurm.md
+    nodes: Optional[int] = None  # nodes of a point; null: as many as nproc GPUs need, 1 on CPUs
+    gpus_per_node: Optional[int] = None  # GPUs that a node has; null: points run on CPUs
+    cpus: Optional[int] = None  # CPUs of a point on each node
+    memory: Optional[str] = None  # host memory on each node: 64G
+    time: Optional[str] = None  # limit of a job: minutes, H:MM:SS or D-HH:MM:SS
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    qos: Optional[str] = None
+    constraint: Optional[str] = None
+    exclude: Optional[str] = None  # nodes to keep away from
+    sbatch: dict[str, str] = field(default_factory=dict)  # any other option: launch.sbatch.reservation=x
+    array_parallelism: Optional[int] = None  # tasks that run at once; null: as many as the cluster gives
+    points_per_job: int = 1  # points that one task runs one after the other, from one warm server
+    wait: bool = True  # stay and show progress; false: submit and leave
+    dry_run: bool = False  # write scripts and configurations, submit nothing
+    template: Optional[str] = None  # a Jinja2 file in place of the package's default.sbatch.j2
+    setup: list[str] = field(default_factory=list)  # shell lines before the ranks start: modules, an environment
+    python: Optional[str] = None  # interpreter in the job, a shell word; null: this one's path
+    signal_seconds: int = 60  # USR2 comes so long before the time limit
+    requeues: int = 3  # times that a job is requeued after preemption or a dead node
 
 
 @dataclass
@@ -238,11 +259,13 @@ class Train:
     max_failures: int = 3  # identical crashes in a row that stop the sweep
     code: Optional[str] = None  # new: continue a sweep whose code has changed since
     fabric: Optional[bool] = None  # measure links and collectives, once a host and sweep; null: on GPUs only
+    cancel: bool = False  # launch=slurm: cancel what the sweep `name` still has in the queue, and stop
 
 
 #: keys that do not change what a rank computes, so they are no part of a point's identity
 NOT_IDENTITY = (
-    "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code", "fabric",
+    "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code",
+    "cancel", "fabric",
 )  # fmt: skip
 
 

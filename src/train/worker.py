@@ -56,7 +56,7 @@ class Rank:
 
     def set_device(self) -> None:
         """The rank's device, and threads: in a fork OMP_NUM_THREADS comes too late."""
-        cores = len(os.sched_getaffinity(0))
+        cores = int(os.environ.get("MFU_SWEEP_CORES") or len(os.sched_getaffinity(0)))  # a scheduler may give fewer
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
         if self.cfg.device == "cuda":
             self.device = torch.device("cuda", self.local_rank)

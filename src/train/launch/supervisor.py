@@ -18,6 +18,7 @@ from train import config
 from train.launch import environment, limits, process, scratch, stacks
 from train.launch.classify import RankEnd, Verdict, failed, judge
 from train.launch.heartbeat import FIRST_STEPS, Watch
+from train.launch.nodes import Nodes
 from train.launch.starters import Starter
 from train.measure.telemetry import Telemetry
 from train.sweep.freeze import SCHEMA, write_json
@@ -38,6 +39,7 @@ class Stop:
     fd: int = -1
     count: int = 0  # signals so far
     nothing_written: bool = True  # the command may just end
+    meaning: Optional[Callable[[], Verdict]] = None  # of the signal for the point that runs; None: interrupted
     busy: bool = False  # a point's end is being recorded: a second signal waits for that, it takes 0.1 s
 
 
@@ -63,7 +65,9 @@ class Supervisor:
     on_progress: Callable[[Progress], None] = lambda _: None
     telemetry: Telemetry = field(default_factory=lambda: Telemetry([]))
     deadline: float = float("inf")  # monotonic seconds at which the command's budget ends
-    attempt: int = 1
+    attempt: int = 0  # already archived by the caller as this one; 0: archive here
+    nodes: Optional[Nodes] = None  # several nodes: this one's place among them
+    job: Optional[dict[str, Any]] = None  # of the scheduler that started us, for status.json
     started: str = ""
     pids: dict[int, int] = field(default_factory=dict)  # pid → rank
     ends: dict[int, RankEnd] = field(default_factory=dict)
@@ -85,18 +89,22 @@ class Supervisor:
         self.cfg = config.load(self.folder / "config.yaml")
         assert self.cfg.nproc is not None
         self.world = self.cfg.nproc
+        self.local = self.nodes.ranks(self.world) if self.nodes else range(self.world)  # ranks of this node
         self.watches: dict[int, Watch] = {}
         self.scratch = scratch.make()
         oom_kills = limits.oom_kills()
         try:
-            self.attempt = archive(self.folder)
+            self.attempt = self.attempt or archive(self.folder)
             self._status(Verdict("running", ""), {})
             self.logs.mkdir(exist_ok=True)
-            self.telemetry.begin(self.scratch, self._own_pids, self.world)
+            self.telemetry.begin(self.scratch, self._own_pids, len(self.local))
             verdict = self._start() or self._watch()
             self._end_ranks()
+            decided, oom_killed = verdict is not None, limits.oom_kills() > oom_kills
             if verdict is None:
-                verdict = self._judge(limits.oom_kills() > oom_kills)
+                verdict = self._judge(oom_killed)
+            if self.nodes:
+                verdict = self._over_nodes(self.nodes, verdict, decided, oom_killed)
         except (OSError, EOFError) as e:  # EOFError: the rank server is gone, its ranks with it
             self._end_ranks()
             verdict = Verdict("crashed", f"{type(e).__name__}: {e}{_limits_of(e)}")
@@ -111,6 +119,14 @@ class Supervisor:
             self.telemetry.end()
             shutil.rmtree(self.scratch, ignore_errors=True)
         return verdict
+
+    def _over_nodes(self, nodes: Nodes, verdict: Verdict, decided: bool, oom_killed: bool) -> Verdict:
+        """Tell the other nodes how this one ended; on node 0 the verdict over all of them."""
+        ends = list(self.ends.values())
+        results = {str(r): _read(self.scratch / f"result-{r}.json") or {} for r in self.local}
+        manifest = _read(self.scratch / "manifest.json")
+        nodes.end(verdict, decided, ends, results, ranks=self._ranks(), manifest=manifest)
+        return nodes.judge(verdict, decided, ends, oom_killed) if nodes.node == 0 else verdict
 
     @property
     def logs(self) -> Path:
@@ -130,9 +146,11 @@ class Supervisor:
         rank = 0
         recorder = stacks.recorder_env(self.scratch) if self.cfg.device == "cuda" and self.world > 1 else {}
         try:
-            for rank in range(self.world):
+            for local_rank, rank in enumerate(self.local):
                 self.watches[rank] = Watch(self.scratch, rank)
-                env = recorder | environment.rank_env(self.cfg, rank, rank, self.world, self.world)
+                env = recorder | environment.rank_env(self.cfg, rank, local_rank, self.world, len(self.local))
+                if self.nodes:
+                    env = self.nodes.env() | env
                 pid = self.starter.start(self.folder, self.scratch, env, self.logs / f"rank{rank}.log")
                 self.pids[pid] = rank
         except OSError as e:
@@ -143,15 +161,22 @@ class Supervisor:
         """Until every rank has ended, or the point is decided from outside; None when `judge` should decide."""
         failed_at: Optional[float] = None
         self._status(Verdict("running", ""), {})
-        while len(self.ends) < self.world:
+        while len(self.ends) < len(self.local):
             for e in self.starter.wait(0.05, [self.stop.fd] if self.stop.fd >= 0 else []):
                 if e.pid in self.pids:
                     self._ended(self.pids[e.pid], e.code, e.at)
             if failed_at is None and (any(failed(e) for e in self.ends.values()) or self._spoken()):
                 failed_at = time.monotonic()
             if self.stop.signum is not None:
+                if self.stop.meaning is not None:
+                    return self.stop.meaning()
                 return Verdict("interrupted", f"{signal.Signals(self.stop.signum).name} at step {self._step()}")
             now_ = time.monotonic()
+            if self.nodes:
+                if gone := self.nodes.look():
+                    return gone
+                if failed_at is None and self.nodes.failed():
+                    failed_at = now_
             if failed_at is not None:
                 if now_ - failed_at > GRACE_SECONDS:
                     return None
@@ -163,7 +188,7 @@ class Supervisor:
                 return Verdict("interrupted", f"budget.hours is used up at step {self._step()}")
             if verdict := self._hang():
                 return verdict
-            lead = self.watches[0]
+            lead = self.watches[self.local[0]]
             self.on_progress(Progress(self.folder, lead.step, self.cfg.steps, lead.phase))
         return None
 
@@ -175,7 +200,7 @@ class Supervisor:
 
     def _spoken(self) -> bool:
         """Has a rank recorded an error whose process is still ending? (A CUDA context takes seconds to tear down.)"""
-        return any((self.scratch / f"error-{r}.json").exists() for r in range(self.world) if r not in self.ends)
+        return any((self.scratch / f"error-{r}.json").exists() for r in self.local if r not in self.ends)
 
     def _step(self) -> int:
         return max(w.step for w in self.watches.values())
@@ -243,12 +268,14 @@ class Supervisor:
 
     def _summary(self, verdict: Verdict) -> dict[str, Any]:
         """What only the run knows: rank 0's summary, lists over ranks, cost, and the failure."""
-        results = [_read(self.scratch / f"result-{r}.json") or {} for r in range(self.world)]
+        results = [_read(self.scratch / f"result-{r}.json") or {} for r in self.local]
+        for other in self.nodes.told("results") if self.nodes else []:
+            results += [result for _, result in sorted(other.items(), key=lambda item: int(item[0]))]
         summary: dict[str, Any] = results[0].get("summary", {})
         if lead := _read(self.scratch / "summary.json"):
             summary = lead | summary
-        for key in sorted(set(results[0]) - {"summary"}):
-            if all(key in r for r in results):
+        for key in sorted(set(results[0]) - {"summary"}) if results else ():
+            if len(results) == self.world and all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
         if telemetry := self.telemetry.end():
             summary["telemetry"] = telemetry
@@ -262,19 +289,29 @@ class Supervisor:
             at = record.get("at", failure.at)
             summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | record
             summary["failure"] |= {"seconds_to_verdict": time.monotonic() - at} | self.quiet
+        elif verdict.rank is not None and self.nodes and (theirs := self.nodes.failure(verdict.rank)):
+            summary["failure"] = theirs
         return summary
 
     def _manifest(self) -> None:
-        if host := _read(self.scratch / "manifest.json"):
-            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host]}, sync=False)
+        host = _read(self.scratch / "manifest.json")
+        if host and self.local[0] == 0:
+            others = self.nodes.told("manifest") if self.nodes else []
+            write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host, *others]}, sync=False)
 
-    def _status(self, verdict: Verdict, summary: dict[str, Any]) -> None:
-        running = verdict.status == "running"
-        host, pid = socket.gethostname(), os.getpid()
-        ranks = [
+    def _ranks(self) -> list[dict[str, Any]]:
+        host = socket.gethostname()
+        return [
             {"rank": r, "pid": p, "host": host, "exit_code": self.ends[r].code if r in self.ends else None}
             for p, r in self.pids.items()
         ]
+
+    def _status(self, verdict: Verdict, summary: dict[str, Any]) -> None:
+        if self.local[0] != 0:
+            return  # node 0 alone writes it
+        running = verdict.status == "running"
+        host, pid = socket.gethostname(), os.getpid()
+        others = self.nodes.told("ranks") if self.nodes else []
         content = {
             "schema": SCHEMA,
             "identity": self.identity,
@@ -285,9 +322,11 @@ class Supervisor:
             "supervisor": {"pid": pid, "host": host, "started": scratch.process_start(pid)},
             "started": self.started,
             "ended": None if running else now(),
-            "ranks": ranks,
+            "ranks": sum(others, self._ranks()),
             "summary": summary,
         }
+        if self.job:
+            content["job"] = self.job
         write_json(self.folder / "status.json", content, sync=not running)
 
 
@@ -302,7 +341,16 @@ def archive(folder: Path) -> int:
         half.unlink()
     done = folder / "attempts"
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
-    names = ("status.json", "metrics.jsonl", "manifest.json", "leaves.jsonl", "logs", "rendezvous", "rendezvous-fresh")
+    names = (
+        "status.json",
+        "metrics.jsonl",
+        "manifest.json",
+        "leaves.jsonl",
+        "logs",
+        "rendezvous",
+        "rendezvous-fresh",
+        "nodes",
+    )
     old = [folder / n for n in names if (folder / n).exists()]
     moving = done / f".{number}"  # a kill in between leaves it, and the next call goes on with it
     if not moving.exists():

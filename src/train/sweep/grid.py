@@ -38,6 +38,7 @@ def as_text(value: object) -> str:
 #: run-level keys: one value for the whole sweep
 NOT_SWEPT = (
     "launch", "name", "out", "plan", "repeats", "budget", "retries", "prune", "max_failures", "code", "recipe", "sweeps",
+    "cancel",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from train import config
 from train.config import ConfigError, Train
 from train.data import corpus
 from train.launch import environment
+from train.launch.slurm import options as slurm
 from train.sweep import freeze, validate
 from train.sweep.grid import Composer, Point
 
@@ -76,6 +77,7 @@ def checked(composer: Composer, points: Iterator[Point]) -> list[tuple[Point, Tr
     for point in points:
         cfg = config.from_dict(Train, composer.compose(point.overrides))
         validate.values(cfg)
+        slurm.check(cfg)
         out.append((point, cfg))
     return out
 
@@ -88,8 +90,12 @@ def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], 
         for repeat in range(original.repeats):
             cfg = copy.deepcopy(original) if original.repeats > 1 else original
             cfg.repeat = repeat
-            resolve_host(cfg, host, cores)
-            invalid = resolve(cfg, contents)
+            if cfg.launch.name == "slurm":
+                resolve_host(cfg, *slurm.host(cfg))
+                invalid = resolve(cfg, contents) or slurm.impossible(cfg)
+            else:
+                resolve_host(cfg, host, cores)
+                invalid = resolve(cfg, contents)
             identity = freeze.identity(cfg)
             if identity in out:
                 out[identity].merged.append(point.overrides)

@@ -66,7 +66,9 @@ def install_signals() -> Stop:
     return stop
 
 
-def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str]) -> int:
+def sweep(
+    loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]], arguments: list[str], launcher: Any = None
+) -> int:
     """Run the grid; the exit code. Raises ConfigError and Hydra's errors for bad input, before anything is written."""
     began = time.monotonic()
     fill_standard_files()
@@ -81,16 +83,21 @@ def sweep(loader: ConfigLoader, master: DictConfig, grids: list[dict[str, Any]],
     head, dirty = snapshot.commit()
     environment.PROVENANCE.update(MFU_SWEEP_CODE=snapshot.code_hash(), MFU_SWEEP_COMMIT=head, MFU_SWEEP_DIRTY=dirty)
     several = len(cells) * run_cfg.repeats > 1
-    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not run_cfg.plan else None
+    if run_cfg.cancel:
+        return int(launcher.cancel(run_cfg, say))
+    remote = launcher is not None  # a login node runs nothing and imports no torch
+    warm = starters.Warm(PACKAGE.parent) if run_cfg.launch.warm and several and not (run_cfg.plan or remote) else None
     try:  # the server imports torch while the grid is composed
         checked = points.checked(composer, iter(cells))
         if warm is not None and any(c.compile.name != "none" for _, c in checked):
             warm.will_compile()
-        with progress.waiting("looking at this machine, importing torch"):
-            host = probe_host(warm)
+        host: dict[str, Any] = {}
+        if not remote:
+            with progress.waiting("looking at this machine, importing torch"):
+                host = probe_host(warm)
         frozen = points.freeze_all(checked, host, len(os.sched_getaffinity(0)))
         uuids = [g["uuid"] for g in host.get("gpus", [])]
-        return _run(run_cfg, frozen, warm, stop, uuids, began)
+        return _run(run_cfg, frozen, warm, stop, uuids, began, launcher)
     finally:
         if warm is not None:
             warm.close()
@@ -103,6 +110,7 @@ def _run(
     stop: Stop,
     uuids: list[str],
     began: float,
+    launcher: Any,
 ) -> int:
     merged = sum(len(p.merged) for p in frozen)
     if merged:
@@ -119,6 +127,8 @@ def _run(
         return 2
     if cfg.plan:
         return 0
+    if launcher is not None:
+        launcher.check(cfg, frozen)
     stop.nothing_written = False
     before = ending.existing(Path(cfg.out))
     path = folder.choose(cfg)
@@ -130,16 +140,23 @@ def _run(
         except OSError as e:
             ending.undo(path, frozen, before)
             raise ConfigError("out", cfg.out, f"the run folder can't be written: {e.strerror}") from None
-        with progress.View() as view:
-            executor = local.Local(opened, cfg, warm, stop, view.say, uuids)
-            executor.on_progress, view.statuses = view.update, executor.statuses
-            executor.run()
+        if launcher is not None:
+            executor = launcher.executor(opened, cfg, stop, say)
+            if (code := executor.run()) is not None:
+                return int(code)
+        else:
+            with progress.View() as view:
+                executor = local.Local(opened, cfg, warm, stop, view.say, uuids)
+                executor.on_progress, view.statuses = view.update, executor.statuses
+                executor.run()
     statuses = executor.statuses()
     if stop.signum:
         say(ending.interrupted(opened, statuses))
         return 128 + stop.signum
     report(path)
-    for line in [ending.where_time_went(opened, time.monotonic() - began), *ending.logs(opened)]:
+    if launcher is None:  # else it went where the jobs ran
+        say(ending.where_time_went(opened, time.monotonic() - began))
+    for line in ending.logs(opened):
         say(line)
     return exit_code(statuses, stop)
 

@@ -1,0 +1,1 @@
+"""SLURM: frozen points as job arrays through submitit, and what the queue says about them."""

@@ -1,0 +1,138 @@
+"""Which points of a sweep are queued or running, from its folder and SLURM's queue; and how those ended that no longer are."""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from train.launch.slurm import files, queue
+from train.launch.supervisor import now
+from train.sweep.freeze import write_json
+
+COMMENT = "mfu-sweep:"
+#: states after which a point may still start again in the same job
+AGAIN = ("pending", "running", "interrupted", "lost")
+
+
+@dataclass
+class Claim:
+    """A point's place in an array of ours; its token is <token>_<index>."""
+
+    folder: str
+    identity: str
+    job: str  # 12_3
+    name: str  # of the job: an id alone may be somebody else's by now
+    log: Path
+    gone: Optional[float] = None  # monotonic time since when the queue no longer has it
+    settled: bool = False  # whatever its status.json says now is final
+
+    def active(self, entries: dict[str, queue.Entry]) -> bool:
+        """Whether it waits or runs."""
+        entry = entries.get(self.job)
+        return entry is not None and entry.name == self.name and entry.active
+
+
+class Claims:
+    """Of one sweep folder."""
+
+    def __init__(self, sweep: Path, say: Callable[[str], None]) -> None:
+        self.sweep, self.say = sweep, say
+        self.root = sweep / ".sweep" / "slurm"
+
+    def find(self, entries: dict[str, queue.Entry]) -> dict[str, Claim]:
+        """Points that are queued or running, by folder; those whose job has ended meanwhile are settled."""
+        tokens = {e.comment: e.job.split("_")[0] for e in entries.values()}
+        found: dict[str, Claim] = {}
+        for path in sorted(self.root.glob("*/tasks.json"), key=lambda p: p.stat().st_mtime_ns):
+            told = files.Submission.load(path.parent)
+            known = files.read_json(path.parent / "job.json")
+            if known is None:  # the launcher was killed before sbatch answered
+                if COMMENT + told.token not in tokens:
+                    continue  # it never reached the queue
+                known = {"id": tokens[COMMENT + told.token], "name": told.name}
+                write_json(path.parent / "job.json", known)
+                self.record(known["id"], told)
+            for claim in claims(path.parent, told, known["id"]):
+                old = found.get(claim.folder)
+                if old is not None and old.active(entries) and claim.active(entries):
+                    self.say(f"{claim.folder}: queued twice; job {claim.job} is cancelled")
+                    subprocess.run(["scancel", claim.job], capture_output=True)
+                else:
+                    found[claim.folder] = claim
+        self.settle([c for c in found.values() if not c.active(entries)], entries)
+        return {n: c for n, c in found.items() if c.active(entries) and self.kind(c) in AGAIN}
+
+    def kind(self, claim: Claim) -> str:
+        """The point's status as far as this job goes: what an earlier one left counts as pending."""
+        status = self.status(claim)
+        theirs = (status.get("job") or {}).get("id") == claim.job
+        return str(status["status"]) if theirs or status["status"] in files.KEPT else "pending"
+
+    def status(self, claim: Claim) -> dict[str, Any]:
+        """The point's status.json."""
+        return files.status(self.sweep / claim.folder, claim.identity)
+
+    def settle(self, ended: Iterable[Claim], entries: dict[str, queue.Entry]) -> None:
+        """A final status for points whose job has ended without one."""
+        ended = list(ended)
+        for c in ended:
+            c.settled = True
+        open_ = [c for c in ended if self.status(c)["status"] in ("running", "pending")]
+        unknown = {}
+        states: dict[str, str] = {}
+        for c in open_:
+            entry = entries.get(c.job)
+            if entry is not None and entry.name == c.name and entry.state in queue.ENDED:
+                states[c.job] = entry.state
+            else:
+                unknown[c.job] = c.name
+        if unknown:
+            try:
+                states |= queue.ended(unknown)
+            except queue.QueueError:
+                pass  # no accounting here, or none now: the files decide
+        for c in open_:
+            folder, status = self.sweep / c.folder, self.status(c)
+            started = status["status"] == "running"
+            if started and (status.get("job") or {}).get("id") != c.job:
+                continue  # runs elsewhere
+            if not started and "job" in status:
+                continue  # was settled before
+            verdict = queue.verdict(states.get(c.job), started, _last_line(c.log))
+            if started:
+                files.end(folder, status, verdict.status, verdict.reason)
+            else:
+                files.write_status(folder, c.identity, verdict.status, verdict.reason, {"id": c.job})
+
+    def record(self, array: str, told: files.Submission) -> None:
+        """The array in sweep.json's `jobs`, once."""
+        path = self.sweep / "sweep.json"
+        content = files.read_json(path) or {}
+        if any(j.get("token") == told.token for j in content.get("jobs", [])):
+            return
+        points = [t.folder for task in told.tasks for t in task]
+        content.setdefault("jobs", []).append({"id": array, "token": told.token, "points": points, "submitted": now()})
+        write_json(path, content)
+
+
+def claims(folder: Path, told: files.Submission, array: str) -> list[Claim]:
+    """Every point of a submission as a claim."""
+    return [
+        Claim(t.folder, t.identity, f"{array}_{index}", told.name, folder / f"{array}_{index}-0.log")
+        for index, task in enumerate(told.tasks)
+        for t in task
+    ]
+
+
+def _last_line(log: Path) -> str:
+    """What the job's log ends with: of node 0, else of the script (a srun that could not start anything)."""
+    for path in (log, log.with_name(log.name.replace("-0.log", ".log"))):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        if said := [line.strip() for line in lines if line.strip()]:
+            return re.sub(r"^slurmstepd-\S+: error: ", "", said[-1])[:300]
+    return ""
