@@ -145,8 +145,10 @@ def _parts(medians: dict[str, float]) -> dict[str, float]:
 
 
 def _kinds(summary: dict[str, Any]) -> dict[str, float]:
-    """`memory_by_kind_gib` of the summary: GiB of weights, gradients, … on the rank with the largest peak."""
-    kinds = dig(summary, "memory_by_kind_gib")
+    """From `memory_by_kind`, a list over ranks: GiB of weights, gradients, … on the rank that holds most."""
+    ranks = summary.get("memory_by_kind")
+    ranks = [r for r in ranks if isinstance(r, dict)] if isinstance(ranks, list) else []
+    kinds = max(ranks, key=lambda r: sum(v for v in map(number, r.values()) if v == v), default=None)
     return {str(k): number(v) for k, v in kinds.items() if number(v) >= 0} if isinstance(kinds, dict) else {}
 
 

@@ -38,7 +38,7 @@ def rich_grid() -> list[Point]:
             Point(
                 mb, reduction, rate, "oom" if failed else "ok", "rank 0: 2 GiB requested" if failed else "", nproc=nproc,
                 done=1 if failed else None, seed=i, memory_gib=memory, config={"memory": {"recompute": recompute}},
-                summary={"memory_by_kind_gib": {"weights": 4.0, "optimizer": 2.0, "activations": memory - 6}},
+                summary={"memory_by_kind": [{"weights": 4.0, "optimizer": 2.0, "activations": memory - 6}]},
                 extra_metrics={"time/compute": 0.8 * mb * 2048 * nproc / rate, "time/comm": 0.15 * mb * 2048 * nproc / rate},
             )
         )  # fmt: skip

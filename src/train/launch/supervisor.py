@@ -276,7 +276,7 @@ class Supervisor:
         summary: dict[str, Any] = results[0].get("summary", {})
         if lead := _read(self.scratch / "summary.json"):
             summary = lead | summary
-        for key in ("rank_peak_mem_gib", "rank_step_peak_mem_gib"):
+        for key in sorted(set(results[0]) - {"summary"}):
             if len(results) == self.world and all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
         if telemetry := self.telemetry.end():
