@@ -12,7 +12,16 @@ from analysis.text import cell
 
 MAX_ANSWERS = 6
 SHOWN_TIES = 4
-NOT_RERUN = ("name", "repeat", "repeats", "plan", "retries", "prune", "max_failures")  # would resume the sweep instead
+NOT_RERUN = (
+    "out",
+    "name",
+    "repeat",
+    "repeats",
+    "plan",
+    "retries",
+    "prune",
+    "max_failures",
+)  # would resume the sweep instead
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,14 @@ def setting(ranked: Ranked, row: pd.Series) -> str:
 def command(row: pd.Series) -> str:
     """The command line that runs this point again, or an empty string where the grid was not recorded."""
     kept = [item for item in row["overrides"] if item.lstrip("+~").partition("=")[0] not in NOT_RERUN]
-    return shlex.join(["python", "-m", "train", *kept]) if row["overrides"] else ""
+    return " ".join(["python", "-m", "train", *map(shell_word, kept)]) if row["overrides"] else ""
+
+
+def shell_word(item: str) -> str:
+    """One argument for a POSIX shell; in double quotes where these do, since Hydra's own quotes are single."""
+    if shlex.quote(item) == item:
+        return item
+    return shlex.quote(item) if set(item) & set('"$`\\!') else f'"{item}"'
 
 
 def _answer(ranked: Ranked, part: pd.DataFrame, scope: str) -> Answer:

@@ -17,7 +17,7 @@ from analysis.load import Data
 from analysis.plots.style import Plot
 from analysis.provenance import GATE
 from analysis.rank import Ranked
-from analysis.table import notes, values
+from analysis.table import notes, own_flags, values
 from analysis.text import cell, is_number, table, title
 from analysis.usage import device_hours
 
@@ -48,7 +48,8 @@ DEFINITIONS = (
     ),
     (
         "rank, tie",
-        "A row's rank is one more than the number of rows that are surely better. Rows with “=” share a rank: a tie.",
+        "Rows with “=” share a rank: they can't be told apart from the first row of that rank. A tie with the best is a row "
+        "that can't be told apart from the best, by the intervals of both.",
     ),
     (
         "MFU",
@@ -97,12 +98,14 @@ def content(name: str, data: Data, ranked: Ranked, plots: list[Plot], reference:
     """Collects the page from ranked rows; holds no time of day and no absolute path. `reference`: published rows."""
     rows = ranked.rows
     rows = rows.assign(steady_steps=rows["steady_steps"].where(rows["steady_steps"] > 0))
-    filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c))]
+    seen = [flag for flags in rows["flags"] for flag in flags]
+    rows = rows.assign(flags=own_flags(rows))  # what all finished rows share is said once, below the table
+    repeated = bool((rows["runs"] > 1).any())
+    filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c)) and (c != "runs" or repeated)]
     columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *filled]
     rows = rows.assign(group=[group_name(number) for number in rows["group"]])
     cells = list(zip(*(values(rows, c) for c in columns), strict=True))
     keys = list(zip(*(_sort_keys(rows, c) for c in columns), strict=True))
-    seen = [flag for flags in rows["flags"] for flag in flags]
     found = census(data.points)
     commands = [s.meta.get("command") for s in data.sweeps if isinstance(s.meta.get("command"), str)]
     return Content(

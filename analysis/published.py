@@ -6,6 +6,7 @@ the model's shape or the tokens/s.
 """
 
 import io
+import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -293,10 +294,10 @@ def shape(model: str) -> Shape | None:
 
 def _size(model: str) -> float:
     """Parameters from the name: `MPT-7b` → 7e9; NaN without a size in it. Mixtures of experts count all."""
-    found = pd.Series([str(model)]).str.extract(r"(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z])").iloc[0]
-    if found.isna().any():
-        return float("nan") if model != "dense_1b" else 1.1e9
-    return float(found[0]) * (1e9 if found[1].lower() == "b" else 1e6)
+    if model == "dense_1b":
+        return SHAPES[model].matmul_parameters
+    found = re.search(r"(\d+(?:\.\d+)?)\s*([bBmM])(?![a-zA-Z])", str(model))
+    return float(found[1]) * (1e9 if found[2] in "bB" else 1e6) if found else float("nan")
 
 
 def _first_number(values: pd.Series) -> pd.Series:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.determinism import price
 from analysis.load import Data
 from analysis.provenance import split
 from analysis.stats import t975
@@ -48,6 +49,7 @@ def rank(data: Data, by: str = "tokens_per_s") -> Ranked:
     keys = configuration_key(config).where(config.notna().any(axis=1), points["identity"].astype(str))
     merged["key"] = keys
     frame = combine(merged)
+    frame["determinism_price"] = price(frame)
     frame = order(frame, by)
     fixed = {str(c): config[c].dropna().iloc[0] for c in config if c not in knobs and config[c].nunique() == 1}
     return Ranked(frame, knobs, fixed, differs)
@@ -160,9 +162,10 @@ def _estimate(part: pd.DataFrame, between: tuple[float, float]) -> tuple[float, 
 
 
 def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Ranks finished rows within their provenance group; a row's rank is one more than the rows surely better than it.
+    """Sorts rows, and ranks the finished ones within their provenance group.
 
-    `tie` marks rows that cannot be told apart from the best of their group.
+    A rank is shared by the rows that follow its first row and can't be told apart from it; `tie` marks those that can't
+    be told apart from the best of the group, wherever they stand.
     """
     frame = frame.copy()
     sign = 1.0 if by.endswith("_s") and not by.startswith("tokens") or by.endswith("_gib") else -1.0
@@ -173,10 +176,10 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     for _, part in frame[ranked].groupby("group"):
         score = -sign * np.log(part[by].to_numpy(float))
         noise = part["half"].fillna(0).to_numpy(float) if with_noise else np.zeros(len(part))
-        better = score[None, :] - score[:, None] > np.hypot(noise[None, :], noise[:, None])
-        frame.loc[part.index, "rank"] = better.sum(axis=1) + 1
+        frame.loc[part.index, "rank"] = shared_ranks(score, noise)
         best = int(np.argmax(score))
-        frame.loc[part.index, "tie"] = (~better[:, best]) & (np.arange(len(part)) != best)
+        apart = score[best] - score > np.hypot(noise, noise[best])
+        frame.loc[part.index, "tie"] = ~apart & (np.arange(len(part)) != best)
         ratio = np.exp(score - score[best])
         frame.loc[part.index, "of_best"] = ratio
     frame["_ranked"] = ~ranked
@@ -184,3 +187,16 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     frame["_group"] = frame["group"].where(ranked, len(frame))
     frame = frame.sort_values(["_ranked", "_group", "_score", "key", "sweep", "point"], kind="stable")
     return frame.drop(columns=["_ranked", "_score", "_group"]).reset_index(drop=True)
+
+
+def shared_ranks(score: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """1, 1, 3, …: rows by falling score; a new rank begins with the first row that surely differs from the last one's."""
+    ranks = np.zeros(len(score), int)
+    leader = 0
+    down = np.argsort(-score, kind="stable")
+    for place, row in enumerate(down):
+        first = down[leader]
+        if score[first] - score[row] > math.hypot(noise[first], noise[row]):
+            leader = place
+        ranks[row] = leader + 1
+    return ranks

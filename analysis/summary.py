@@ -68,6 +68,8 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         **_seconds(summary),
         "params": number(summary.get("params")),
         "replay_match": summary.get("replay_match"),
+        "leaf_root": summary.get("leaf_root"),
+        "replay_difference": summary.get("replay_difference"),
         "precision_used": summary.get("precision"),
         "attention_backend": summary.get("attention_backend"),
     }

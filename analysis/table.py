@@ -13,7 +13,17 @@ from analysis.provenance import GATE, UNKNOWN
 from analysis.rank import Ranked, rank
 from analysis.text import cell, table, title
 
-DEFAULT = ("tokens_per_s", "half", "of_best", "mfu", "step_s", "peak_mem_gib", "steady_steps", "flags")
+DEFAULT = (
+    "tokens_per_s",
+    "half",
+    "of_best",
+    "mfu",
+    "step_s",
+    "peak_mem_gib",
+    "determinism_price",
+    "steady_steps",
+    "flags",
+)
 LIST_LIMIT = 12  # reasons and names listed in text before "and N more"
 
 
@@ -42,7 +52,7 @@ def render(
     if form in ("csv", "latex"):
         return rows_table(ranked.rows, shown, form)
     parts = [group_tables(ranked, shown, form), failures(ranked, form)]
-    parts += notes(data, ranked) + [census(data.points).line()]
+    parts += ["\n".join(notes(data, ranked)), census(data.points).line()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts if part)
 
 
@@ -93,8 +103,8 @@ def group_tables(ranked: Ranked, columns: list[str], form: str) -> str:
         return "no finished point yet\n"
     parts = []
     columns = [c for c in columns if c != "status" or finished["status"].ne("ok").any()]
-    shown = [c for c in columns if c != "flags" or any(_own_flags(finished))]
-    finished = finished.assign(flags=pd.Series(_own_flags(finished), index=finished.index, dtype=object))
+    finished = finished.assign(flags=own_flags(finished))
+    shown = [c for c in columns if c != "flags" or any(finished["flags"])]
     for _, part in finished.groupby("group"):
         if ranked.differs:
             first = part.iloc[0]
@@ -105,10 +115,11 @@ def group_tables(ranked: Ranked, columns: list[str], form: str) -> str:
     return "\n".join(parts)
 
 
-def _own_flags(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """Flags less those that every row has, which are said once below the table."""
-    common = common_flags(rows)
-    return [tuple(flag for flag in flags if flag not in common) for flags in rows["flags"]]
+def own_flags(rows: pd.DataFrame) -> pd.Series:
+    """Flags of each row, less those that all finished rows have, which are said once below the table."""
+    common = common_flags(rows[rows["rank"].notna()])
+    own = [tuple(flag for flag in flags if flag not in common) for flags in rows["flags"]]
+    return pd.Series(own, index=rows.index, dtype=object)
 
 
 def common_flags(rows: pd.DataFrame) -> list[str]:
@@ -131,13 +142,18 @@ def failures(ranked: Ranked, form: str) -> str:
 
 def notes(data: Data, ranked: Ranked) -> list[str]:
     """Sentences below the table: what all rows share, ties, what was left out."""
-    finished = ranked.rows[ranked.rows["rank"].notna()]
+    rows = ranked.rows
+    finished = rows[rows["rank"].notna()]
     lines = []
     ties = int(finished["tie"].sum())
     if ties:
         lines.append(
             f"{ties} row{'s' * (ties > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
         )
+    for point, root, difference in zip(rows["point"], rows["leaf_root"], rows["replay_difference"], strict=True):
+        if isinstance(root, str):
+            outcome = f"differs: {difference}" if isinstance(difference, str) else f"all passes equal, leaf root {root}"
+            lines.append(f"Replay of {point}: {outcome}.")
     lines += [f"All rows: {name} ({MEANING[name]})." for name in common_flags(finished)]
     if len(finished) and all((finished[name] == UNKNOWN).all() for name in GATE):
         lines.append("No provenance was recorded: that the rows ran on the same code and hardware is taken on trust.")

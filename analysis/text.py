@@ -23,6 +23,7 @@ TITLES = {
     "capacity_gib": "capacity GiB",
     "half": "±95 %",
     "of_best": "of best",
+    "determinism_price": "price",
     "steady_steps": "steps",
     "dropped_steps": "dropped",
     "dropped_why": "why dropped",
@@ -47,7 +48,7 @@ def cell(value: Any, column: str = "") -> str:
         return ", ".join(map(str, value))
     if column == "half":  # 0.004 is the factor exp(±0.004); beyond a factor of two a percentage says nothing
         return f"{100 * value:.2g} %" if value < 0.995 else "> 100 %"
-    if column == "of_best":
+    if column in ("of_best", "determinism_price"):
         return f"{100 * value:.1f} %"
     if isinstance(value, float):
         if column.startswith("tokens_per_s"):

@@ -73,7 +73,7 @@ def duckdb_reads(folder: Path) -> None:
     print(f"{total:.3f} {memory:.3f} {loaded:.3f}")
 
 
-def measure(folder: Path, repeats: int = 5) -> dict[str, tuple[float, float, float]]:
+def measure(folder: Path, repeats: int) -> dict[str, tuple[float, float, float]]:
     """Best (seconds, GiB, seconds of loading alone) of fresh processes on CORES cores, the two taking turns."""
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     found: dict[str, list[tuple[float, float, float]]] = {"ours": [], "duckdb": []}
@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=4.0, help="seconds")
     parser.add_argument("--ratio", type=float, default=2.0, help="times DuckDB's time")
     parser.add_argument("--memory-gib", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5, help="the best of so many counts")
     parser.add_argument("--folder", type=Path, help="an existing sweep instead of a new one")
     parser.add_argument("--child", choices=("ours", "duckdb"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -106,8 +107,10 @@ def main() -> int:
         if not args.folder:
             make(folder, args.runs, args.steps)
         size = sum(path.stat().st_size for path in folder.glob("*/metrics.jsonl")) / 2**20
-        print(f"{args.runs} runs x {args.steps} steps, {size:.0f} MiB of metrics, {CORES} cores, best of five")
-        best = measure(folder)
+        print(
+            f"{args.runs} runs x {args.steps} steps, {size:.0f} MiB of metrics, {CORES} cores, best of {args.repeats}"
+        )
+        best = measure(folder, args.repeats)
         total, memory, loaded = best["ours"]
         reference, _, read = best["duckdb"]
         print(

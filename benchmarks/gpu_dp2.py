@@ -85,13 +85,13 @@ def torchtitan(micro_batch: int, peers: str) -> dict[str, Any] | None:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    head = "| run | reduction | recompute | nccl | micro-batch | step ms | tokens/s | MFU % | MFU causal % | in-step peak GiB / rank | exposed % |"
-    lines = [head, "|" + "---|" * 11]
+    names = ("run", "reduction", "recompute", "nccl", "micro-batch", "step ms", "tokens/s", "MFU %", "MFU causal %")
+    head = [*names, "in-step peak GiB / rank", "exposed %"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
         if r["status"] != "ok" or "step_s" not in r:
-            lines.append(
-                f"| {r['sweep']} | {r['reduction']} | {r['recompute']} | {r['nccl']} | {r['micro_batch']} | {r['status']}: {r['reason']} |"
-            )
+            cells = [r[k] for k in ("sweep", "reduction", "recompute", "nccl", "micro_batch")]
+            lines.append(f"| {' | '.join(map(str, cells))} | {r['status']}: {r['reason']} |")
             continue
         memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
         exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
@@ -128,9 +128,8 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
     for p in peer:
         r = grid.get(("dp2", "zero2o", "none", "default", p["mb"]))
         if r:
-            out.append(
-                f"zero2o / torchtitan FSDP at micro_batch {p['mb']}: {r['tokens_per_s'] / p['tok_s']:.3f} ({p['tok_s']:,} tokens/s)"
-            )
+            ratio = r["tokens_per_s"] / p["tok_s"]
+            out.append(f"zero2o / torchtitan FSDP at micro_batch {p['mb']}: {ratio:.3f} ({p['tok_s']:,} tokens/s)")
     replays = [r for r in results if r["sweep"] == "dp2_replay"]
     for r in replays:
         root = (r.get("leaf_root") or "")[:12]
@@ -149,6 +148,9 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
+    p.add_argument(
+        "--parts", default="grid,single,peer,nccl,replay", help="which parts to run; others are read if there"
+    )
     args = p.parse_args()
     began = time.monotonic()
     steps = f"steps={args.steps}"
@@ -157,10 +159,12 @@ def main() -> None:
         return args.budget - (time.monotonic() - began) > need
 
     peer = []
-    for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
-        shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
-    train("dp2", "sweeps=dp2_reductions", steps).wait()
-    if left(60):
+    parts = args.parts.split(",")
+    if "grid" in parts:
+        for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
+            shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
+        train("dp2", "sweeps=dp2_reductions", steps).wait()
+    if "single" in parts and left(60):
         pair = [
             train(
                 f"single{i}",
@@ -175,11 +179,11 @@ def main() -> None:
         ]
         for run in pair:
             run.wait()
-    if args.peers and left(90):
+    if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
-    if left(60):
+    if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
-    if left(100):
+    if "replay" in parts and left(100):
         train(
             "dp2_replay",
             *DENSE,
@@ -188,9 +192,9 @@ def main() -> None:
             "reduction=zero2,zero2o",
             "nccl=default,pcie",
             "replay=true",
-            "steps=6",
+            "steps=4",
         ).wait()
-    if args.peers and left(70):
+    if "peer" in parts and args.peers and left(70):
         peer += [r for r in [torchtitan(8, args.peers)] if r]
     results = [r for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1") for r in rows(name)]
     said = claims(results, peer)

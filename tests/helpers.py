@@ -11,13 +11,22 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 #: a model that takes milliseconds a step; the other defaults stay those of conf/train.yaml
-TINY = ["model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=64", "seq_len=32"]
+TINY = [
+    "model.dim=32",
+    "model.layers=2",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.head_dim=8",
+    "model.ffn=64",
+    "seq_len=32",
+]
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a plain checkout: nothing installed, `src` and the root on the path."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return env | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONSAFEPATH": "1"} | extra
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return env | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} | extra
 
 
 def train(*args: str, cwd: Path, timeout: float = 240, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -63,7 +63,7 @@ def _write_cells(ax: Any, numbers: np.ndarray, status: dict[tuple[int, int], str
         value = numbers[i, j]
         if np.isfinite(value) and write:
             dark = (value - low) < 0.55 * (high - low) if high > low else True
-            text = f"{value / 1000:.3g}k" if value >= 10_000 else f"{value:.3g}"
+            text = f"{value / 1000:.3g}k" if value >= 10_000 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
             ax.text(j, i, text, ha="center", va="center", fontsize=9, color="white" if dark else INK)
         elif (i, j) in status:
             box = Rectangle((j - 0.5, i - 0.5), 1, 1, facecolor="#F6F1EE", edgecolor=FAILED, hatch="////", linewidth=0)

@@ -28,15 +28,16 @@ def pareto(ranked: Ranked) -> Plot | None:
         for i, kind in enumerate(sorted(set(kinds))):
             mine = (kinds == kind).to_numpy()
             color = COLORS[i % len(COLORS)]
-            name = (label([by], rows[mine].iloc[0]) if by else "") or None
+            kind_name = (label([by], rows[mine].iloc[0]) if by else "") or None
             marker = MARKERS[i % len(MARKERS)]
-            ax.scatter(memory[mine], rate[mine], color=color, marker=marker, s=34, label=name, zorder=3, alpha=0.9)
+            ax.scatter(memory[mine], rate[mine], color=color, marker=marker, s=34, label=kind_name, zorder=3, alpha=0.9)
         rest = [k for k in ranked.knobs if k != by]
         if front.sum() <= NAMED and len(rest) == 1:  # longer names would cover one another
-            for at in np.flatnonzero(front):
+            named = {label(rest, rows.iloc[at]): at for at in np.flatnonzero(front)}  # one point of those named alike
+            for name, at in named.items():
                 last = at == np.flatnonzero(front)[-1] and front.sum() > 1
                 ax.annotate(
-                    label(rest, rows.iloc[at]),
+                    name,
                     (memory[at], rate[at]),
                     xytext=(-5 if last else 5, 5),
                     textcoords="offset points",

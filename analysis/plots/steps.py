@@ -49,7 +49,8 @@ def _one(axes: np.ndarray, row: object, step: np.ndarray, seconds: np.ndarray, c
         left.axvspan(step[0] - 0.5, step[dropped] - 0.5, color="#E4E7EA", zorder=0)
     inside = seconds <= top  # the axis shows the noise of steady steps; warm-up would flatten it
     left.plot(step[inside], seconds[inside], ".", color=color, markersize=4)
-    left.plot(step[~inside], np.full((~inside).sum(), top), "^", color=color, markersize=5, clip_on=False)
+    if not inside.all():
+        left.plot(step[~inside], np.full((~inside).sum(), top), "^", color=color, markersize=5, clip_on=False)
     left.axhline(middle, color=INK, linewidth=1)
     left.set_ylim(low, top)
     left.set_ylabel("seconds")

@@ -66,8 +66,9 @@ def figure(size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
 def finish(fig: Figure, name: str, title: str, caption: str) -> Plot:
     """SVG and PNG bytes, without dates and program versions."""
     svg, png = io.BytesIO(), io.BytesIO()
-    fig.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     fig.savefig(png, format="png", dpi=150, metadata={"Software": None})
+    fig.set_layout_engine("none")  # laid out once: the second picture keeps the places, in half the time
+    fig.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name, title, caption, svg.getvalue(), png.getvalue())
 
 

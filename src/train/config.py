@@ -140,6 +140,26 @@ class Hardware:
 
 
 @dataclass
+class Round:
+    """Local steps between exchanges of weights, over `parallelism.dp_replicate` islands."""
+
+    name: str = "none"  # none | delta
+    inner_steps: int = 1  # steps an island takes by itself; `steps` is a multiple of it
+    topk: float = 1.0  # share of a delta's elements that is sent; what is not sent now is sent later
+    bits: int = 32  # of a sent element: 32 | 8 | 4
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0  # Nesterov
+
+
+@dataclass
+class Checkpoint:
+    """Sharded, synchronous checkpoints in the point's folder; a rerun of the point goes on from the newest."""
+
+    every: Optional[int] = None  # steps; null: none
+    keep: int = 2  # complete ones that are kept
+
+
+@dataclass
 class Launch:
     """Where and how ranks are started."""
 
@@ -195,6 +215,8 @@ class Train:
     optim: Optim = field(default_factory=Optim)
     hardware: Hardware = field(default_factory=Hardware)
     launch: Launch = field(default_factory=Launch)
+    round: Round = field(default_factory=Round)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     micro_batch: int = 4  # rows a data-parallel rank handles per forward
     grad_accum: Optional[int] = None  # micro-batches a step; null: 1, or what global_batch asks for
@@ -206,6 +228,8 @@ class Train:
     nproc: Optional[int] = None  # ranks; null: all visible GPUs, 2 on a CPU
     env: dict[str, str] = field(default_factory=dict)  # environment of the ranks
     profile: bool = False  # keep a trace of two late steps per rank
+    replay: bool = False  # run the same steps again, here and in a fresh process, and compare them bit for bit
+    deterministic: Optional[bool] = None  # torch's deterministic kernels; null: with replay only
     repeat: int = 0  # which of `repeats` (resolved)
     fault: Optional[str] = None  # KIND@rank:step: something that breaks on purpose (train.faults)
 
@@ -220,12 +244,14 @@ class Train:
     prune: bool = True  # points larger than one that ran out of memory become infeasible
     max_failures: int = 3  # identical crashes in a row that stop the sweep
     code: Optional[str] = None  # new: continue a sweep whose code has changed since
+    fabric: Optional[bool] = None  # measure links and collectives, once a host and sweep; null: on GPUs only
     cancel: bool = False  # launch=slurm: cancel what the sweep `name` still has in the queue, and stop
 
 
 #: keys that do not change what a rank computes, so they are no part of a point's identity
 NOT_IDENTITY = (
-    "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code", "cancel",
+    "launch", "name", "out", "plan", "repeats", "budget", "timeout", "retries", "prune", "max_failures", "code",
+    "cancel", "fabric",
 )  # fmt: skip
 
 

@@ -32,9 +32,10 @@ KINDS = {
     "bitflip_weight": "one mantissa bit of a weight",
     "bitflip_grad": "one mantissa bit of a local gradient",
     "bitflip_wire": "one mantissa bit of the copy that is sent to the next rank",
+    "nondeterministic": "a bit of a local gradient, another one in every pass and on every rank",
 }
 _COLLECTIVE = ("skip_allreduce", "shape", "bitflip_wire")  # need a peer
-_FORM = re.compile(r"([a-z_]+)@(\d+):(\d+)")
+_FORM = re.compile(r"([a-z_]+)@(\d+):(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Fault:
     kind: str
     rank: int
     step: int
+    bit: Optional[int] = None  # bitflip_grad: which bit, counted from the lowest; None: the highest of the mantissa
+
+    def due(self, rank: int, step: int) -> bool:
+        """Whether it breaks something there and then: a kernel that is not deterministic is so on every rank."""
+        return step == self.step and (rank == self.rank or self.kind == "nondeterministic")
 
 
 def parse(text: Optional[str]) -> Optional[Fault]:
@@ -51,9 +57,10 @@ def parse(text: Optional[str]) -> Optional[Fault]:
     if text is None:
         return None
     match = _FORM.fullmatch(text)
-    if not match or match[1] not in KINDS:
-        raise ConfigError("fault", text, f"must be KIND@rank:step with KIND one of {', '.join(KINDS)}")
-    return Fault(match[1], int(match[2]), int(match[3]))
+    if not match or match[1] not in KINDS or (match[4] and match[1] != "bitflip_grad"):
+        valid = f"must be KIND@rank:step (or bitflip_grad@rank:step:bit) with KIND one of {', '.join(KINDS)}"
+        raise ConfigError("fault", text, valid)
+    return Fault(match[1], int(match[2]), int(match[3]), int(match[4]) if match[4] else None)
 
 
 def check(text: Optional[str], nproc: int, steps: int) -> None:
@@ -81,7 +88,7 @@ class Injector:
     def at(self, step: int, module: Any) -> Iterator[None]:
         """Around `step` of `module` (a torch module that returns the loss); does nothing unless the fault is due."""
         fault = self.fault
-        if fault is None or self.fired or (fault.rank, fault.step) != (self.rank, step):
+        if fault is None or self.fired or not fault.due(self.rank, step):
             yield
             return
         self.fired = True
@@ -93,8 +100,8 @@ class Injector:
                 _device_oom(next(module.parameters()).device)
             elif fault.kind == "bitflip_weight":
                 flip(_local(next(module.parameters())))
-            elif fault.kind == "bitflip_grad":
-                _flip_grad(next(p for p in module.parameters() if p.requires_grad), undo)
+            elif fault.kind in ("bitflip_grad", "nondeterministic"):
+                _flip_grad(next(p for p in module.parameters() if p.requires_grad), fault, undo)
             elif fault.kind in ("nan", "inf_grad"):
                 hook = module.register_forward_hook(_nan if fault.kind == "nan" else _inf)
                 undo.callback(hook.remove)
@@ -156,27 +163,32 @@ def _local(parameter: Any) -> "Tensor":
     return data.to_local() if hasattr(data, "to_local") else data
 
 
-def flip(tensor: "Tensor") -> None:
-    """Flip the highest mantissa bit of the entry with the largest magnitude, in place; a small entry's could round away."""
+def flip(tensor: "Tensor", bit: Optional[int] = None, index: Optional[int] = None) -> None:
+    """Flip a bit of one entry in place: by default the highest mantissa bit of the entry with the largest magnitude, since
+    a small entry's could round away."""
     import torch
 
     kinds = {torch.float32: (torch.int32, 22), torch.bfloat16: (torch.int16, 6), torch.float64: (torch.int64, 51)}
-    integer, bit = kinds[tensor.dtype]
+    integer, mantissa = kinds[tensor.dtype]
+    width = 8 * tensor.element_size()
+    mask = 1 << (mantissa if bit is None else bit % width)
+    mask -= (mask >> (width - 1)) << width  # the sign bit as a signed number
     with torch.no_grad():
-        index = tensor.abs().argmax()
-        value = tensor.view(-1)[index : index + 1].clone()
-        tensor.view(-1)[index : index + 1] = (value.view(integer) ^ (1 << bit)).view(tensor.dtype)
+        at = int(tensor.abs().argmax()) if index is None else index % tensor.numel()
+        value = tensor.view(-1)[at : at + 1].clone()
+        tensor.view(-1)[at : at + 1] = (value.view(integer) ^ mask).view(tensor.dtype)
 
 
-def _flip_grad(parameter: Any, undo: ExitStack) -> None:
+def _flip_grad(parameter: Any, fault: Fault, undo: ExitStack) -> None:
     if hasattr(parameter, "to_local"):  # fully_shard never runs a sharded parameter's hooks: flip what it reduces
         _break_collective("bitflip_grad", 0, undo)
         return
+    index = int.from_bytes(os.urandom(7), "big") if fault.kind == "nondeterministic" else None
 
     def hook(grad: Any) -> Any:
         handle.remove()
         grad = grad.clone()
-        flip(grad)
+        flip(grad, fault.bit, index)
         return grad
 
     handle = parameter.register_hook(hook)

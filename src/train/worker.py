@@ -10,23 +10,26 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from train import data, faults
+from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import flops, manifest, memory, peaks, telemetry
+from train.measure import fabric, flops, manifest, memory, peaks, telemetry
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
 from train.memory import recompute
-from train.model import attention
+from train.model import attention, qualified
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
+from train.parallel.round import Islands, Round
+from train.replay import passes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,6 +46,10 @@ class Rank:
         self.cfg: Train = load(folder / "config.yaml")
         self.faults = faults.Injector(self.cfg.fault, self.rank)
         self.seconds: dict[str, float] = {}
+        self.replay: passes.Replay | None = None
+        self.rounds: Round | None = None
+        self.fabric: dict[str, Any] | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
 
     # ---- build -------------------------------------------------------------------------------------------------------
 
@@ -56,6 +63,8 @@ class Rank:
             torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
         else:
             self.device = torch.device("cpu")
+        if self.cfg.deterministic:
+            determinism.enable(self.cfg.compile.name != "none")
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else manifest.cpu_name()
         if self.cfg.hardware.device not in (None, name):
             raise ConfigError("hardware", self.cfg.hardware.name, f"needs {self.cfg.hardware.device}, here is {name}")
@@ -66,9 +75,7 @@ class Rank:
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
         found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self.attention = attention.select(cfg.attention.name, found, attention.order(self.device))
-        if self.rank == 0:
-            print(f"attention backend: {self.attention}", flush=True)
+        self._select_attention(found)
         self.heart.beat("build")
         with torch.device("meta"):
             model = Transformer(m, self.attention)
@@ -78,12 +85,44 @@ class Rank:
         recompute.apply(model, cfg.memory)
         if cfg.compile.name == "layer":
             model.compile_layers()
-        self.dp = build(model, cfg, self.device, self.world, self.rank)
+        if cfg.replay:  # its hooks have to see gradients before the reduction takes them
+            self.replay = passes.Replay(model, self.device)
+        self._reduction(model)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
         if getattr(self.source, "repeated", False) and self.rank == 0:
             print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
+
+    def _select_attention(self, probed: Mapping[str, str | None]) -> None:
+        """With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
+        cfg, m, order = self.cfg, self.cfg.model, attention.order(self.device)
+        self.qualified: bool | None = None
+        if not cfg.replay:
+            self.attention = attention.select(cfg.attention.name, probed, order)
+        else:
+            files = qualified.load(qualified.shipped(), qualified.cache())
+            known = qualified.paths(
+                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                bool(cfg.deterministic),
+            )  # fmt: skip
+            self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
+        if self.rank == 0:
+            note = " (unqualified: no record shows it to be reproducible here)" if self.qualified is False else ""
+            print(f"attention backend: {self.attention}{note}", flush=True)
+
+    def _reduction(self, model: Transformer) -> None:
+        """Over all ranks, or with rounds over those of an island."""
+        cfg = self.cfg
+        if cfg.round.name == "none":
+            self.dp = build(model, cfg, self.device, self.world, self.rank)
+        else:
+            islands = Islands.of(cfg, self.rank)
+            inner = islands.inner_config(cfg)
+            self.dp = build(model, inner, self.device, islands.size, self.rank % islands.size, islands.inner)
+            self.rounds = Round(cfg.round, self.dp, islands, self.device)
+        if self.replay is not None:
+            self.replay.attach(self.dp)
 
     def make_meter(self) -> Meter:
         """FLOPs, peak and the host-side group that step times travel over."""
@@ -91,10 +130,10 @@ class Rank:
         assert cfg.global_batch is not None
         self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute)
         self.peak = self._peak()
-        host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
+        self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
-            flops_per_token=self.flops, peak_flops=self.peak["flops"], group=host_group,
+            flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
             extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
@@ -144,6 +183,14 @@ class Rank:
         o = self.cfg.optim
         return o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr
 
+    def probe_fabric(self) -> None:
+        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
+        wanted = self.cfg.fabric
+        if wanted or (wanted is None and self.device.type == "cuda"):
+            cache = self.folder.parent / ".sweep" / "fabric.json"
+            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
+            self.mark("fabric")
+
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
         accum = self.cfg.grad_accum
@@ -162,21 +209,57 @@ class Rank:
         assert total is not None
         return total, self.dp.step(self.lr(step)), data_s
 
+    def after_step(self, step: int, meter: Meter | None = None) -> None:
+        """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
+        named = (("round", self.rounds), ("replay", self.replay), ("checkpoint", self.checkpoints))
+        due = [(phase, it) for phase, it in named if it is not None and it.due(step)]
+        if due and meter is not None:
+            meter.pause()
+        for phase, it in due:
+            self.heart.beat(phase)
+            it.after(step)
+
+    def seed_generators(self) -> None:
+        """The same random numbers in every pass and after every build, whatever was measured before."""
+        torch.manual_seed(seeds.derive(self.cfg.seed, "rank", self.rank))
+
     def train(self, meter: Meter) -> None:
         """All steps. Step n is read after step n+1 has been launched."""
         self.trace = Trace(self.cfg.profile, self.cfg.steps, self.folder, self.rank, self.device)
-        for step in range(self.cfg.steps):
+        self.checkpoints = checkpoint.Checkpoints(
+            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
+        )
+        self.seed_generators()
+        first = self.checkpoints.restore()
+        for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
             with self.faults.at(step, self.dp.module):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
+            self.after_step(step, meter)
             meter.finish(before, last=False)
-            if step == 0:
+            if step == first:
                 self.mark("compile")
         meter.finish(meter.start(self.cfg.steps), last=True)
         self.mark("train")
+
+    def again(self, name: str) -> None:
+        """A pass for replay: the same steps from the start, hashed and not measured."""
+        assert self.replay is not None
+        if name == "second":
+            self.replay.end("first", self.scratch, self.rank, self.world, self.host_group)
+            self.replay.rewind()
+            if self.rounds is not None:
+                self.rounds.restart()
+        self.seed_generators()
+        for step in range(self.cfg.steps):
+            self.heart.beat("replay", step)
+            with self.faults.at(step, self.dp.module):
+                self.train_step(step)
+            self.after_step(step)
+        self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
 
     # ---- tell --------------------------------------------------------------------------------------------------------
 
@@ -185,6 +268,26 @@ class Rank:
         if self.device.type == "cuda" and phase in ("compile", "train"):
             torch.cuda.synchronize()
         self.seconds[phase] = time.monotonic() - self.born - sum(self.seconds.values())
+
+    def engine(self) -> dict[str, Any]:
+        """What ran, for a reader of this one file; config.yaml has all of it."""
+        cfg = self.cfg
+        return {
+            "reduction": cfg.reduction.name,
+            "bucket_mib": cfg.reduction.bucket_mib,
+            "accumulate": cfg.reduction.accumulate,
+            "recompute": cfg.memory.recompute,
+            "compile": cfg.compile.name,
+            "attention": self.attention,
+            "precision": cfg.precision.name,
+            "rope_cache": cfg.model.rope_cache,
+            "deterministic": bool(cfg.deterministic),
+            "replay": cfg.replay,
+            "micro_batch": cfg.micro_batch,
+            "environment": {
+                k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))
+            },
+        }
 
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""
@@ -197,38 +300,63 @@ class Rank:
             "capacity_gib": memory.capacity(self.device),
             "precision": cfg.precision.name,
             "attention_backend": self.attention,
+            "attention_qualified": self.qualified,
             "params": flops.param_count(cfg.model),
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
             "traffic": self.dp.traffic(),
+            "engine": self.engine(),
+            "fabric": self.fabric,
+            "round": self.rounds.report() if self.rounds else None,
+            "checkpoint": self.checkpoints.report() if self.checkpoints else None,
         }
+
+    def tell(self, meter: Meter) -> None:
+        """The result of the measured pass, then the second one where it is asked for."""
+        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
+        if self.rank == 0:
+            result["summary"] = self.summary()
+        if self.replay is not None:
+            self.again("second")
+            self.mark("replay")
+        write(self.scratch / f"result-{self.rank}.json", result)
 
     def run(self) -> None:
         """The story of a rank."""
         self.set_device()
-        if self.local_rank == 0:
+        fresh = passes.current() == "fresh"
+        if self.local_rank == 0 and not fresh:
             write(self.scratch / "manifest.json", manifest.collect(self.device))
         rendezvous.gloo_interface()
         if self.world > 1:
             # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
             limit = self.cfg.launch.first_step_timeout + 60
-            rendezvous.join(self.folder, self.rank, self.world, self.device, limit)
+            file = "rendezvous-fresh" if fresh else "rendezvous"
+            rendezvous.join(self.folder, self.rank, self.world, self.device, limit, file)
         self.mark("start")
+        if not fresh:
+            self.probe_fabric()
         self.build()
         meter = self.make_meter()
         self.mark("build")
-        self.train(meter)
-        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
-        if self.rank == 0:
-            result["summary"] = self.summary()
-        write(self.scratch / f"result-{self.rank}.json", result)
-        self.heart.beat("end")
+        if fresh:
+            self.again("fresh")
+            if self.rank == 0:
+                passes.conclude(self.folder, self.scratch, write, time.monotonic() - self.born)
+        else:
+            self.train(meter)
+            self.tell(meter)
+        again = self.replay is not None and not fresh
+        self.heart.beat("replay" if again else "end")
         self.dp.close()
-        self.trace.write()
+        if not fresh:
+            self.trace.write()
         if self.world > 1:
             dist.barrier()  # a rank that leaves early looks like a failure to its peers
             dist.destroy_process_group()
+        if again:
+            passes.become_fresh(self.folder, self.scratch)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -258,3 +258,21 @@ def test_an_unreadable_folder_is_one_line(tmp_path):
         assert done.returncode == 2 and done.stderr.count("\n") == 1
     finally:
         folder.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_ten_thousand_runs(tmp_path):
+    """In a fresh process: loaded, ranked and printed in less than a gigabyte."""
+    reductions = ("zero2", "zero2o")
+    points = [Point(1 + i % 50, reductions[i // 50 % 2], 30_000 + i % 997, steps=20, seed=i) for i in range(10_000)]
+    for i, point in enumerate(points):
+        point.config = {"seed": i // 100}
+    folder = write_sweep(tmp_path / "s", points)
+    code = (
+        f"import resource; from analysis.table import render; text = render({str(folder)!r}); print(text.splitlines()[-1]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=280)
+    census, memory = done.stdout.splitlines()
+    assert census == "10000 points: 10000 ok"
+    assert int(memory) < 2**20  # KiB

@@ -11,7 +11,7 @@ from synth import CAPACITY_GIB, Point, folder_name, standard_grid, write_point, 
 
 from analysis.census import census
 from analysis.load import STATUSES, load
-from analysis.rank import rank
+from analysis.rank import rank, shared_ranks
 
 
 def rows_of(folder):
@@ -228,3 +228,17 @@ def test_knobs_are_what_the_command_line_swept(tmp_path):
     for p in points:
         p.given = [f"reduction={p.reduction}", f"micro_batch={p.micro_batch}"]
     assert rank(load(write_sweep(tmp_path / "s", points))).knobs == ["reduction", "micro_batch"]
+
+
+@pytest.mark.parametrize(
+    ("score", "noise", "ranks"),
+    [
+        ([3.0, 2.0, 1.0], [0.1, 0.1, 0.1], [1, 2, 3]),
+        ([1.0, 3.0, 2.0], [0.1, 0.1, 0.1], [3, 1, 2]),
+        ([3.0, 2.9, 2.8, 1.0], [0.1, 0.1, 0.1, 0.1], [1, 1, 3, 4]),  # a new rank begins where the first is left behind
+        ([3.0, 2.0, 1.9], [0.1, 0.1, 5.0], [1, 2, 2]),  # a wide row shares the rank above it, never jumps over rows
+        ([2.0, 2.0, 1.0], [0.0, 0.0, 0.0], [1, 1, 3]),
+    ],
+)
+def test_shared_ranks(score, noise, ranks):
+    assert list(shared_ranks(np.array(score), np.array(noise))) == ranks

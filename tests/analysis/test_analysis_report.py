@@ -73,10 +73,16 @@ def test_all_parts_are_written(tmp_path):
     assert list(csv["micro_batch"]) == list(parquet["micro_batch"])
 
 
-def test_the_answer_comes_first_with_the_command_that_reruns_it(tmp_path):
-    folder = write_sweep(tmp_path / "s", standard_grid())
+@pytest.fixture(scope="module")
+def standard(tmp_path_factory):
+    """The standard grid with its report."""
+    folder = write_sweep(tmp_path_factory.mktemp("standard") / "sweep", standard_grid())
     write_report(folder)
-    text = (folder / "report.md").read_text()
+    return folder
+
+
+def test_the_answer_comes_first_with_the_command_that_reruns_it(standard):
+    text = (standard / "report.md").read_text()
     assert text.index("## Best: reduction=zero2o micro_batch=12") < text.index("## All points")
     assert re.search(
         r"6\.\d % faster than the next, reduction=zero2o micro_batch=8 \(95 % interval 5\.\d to [67]\.\d %\)", text
@@ -90,7 +96,7 @@ def test_rerun_command_leaves_out_what_would_resume_the_sweep(tmp_path):
     given = ["model=dense_1b", "name='my sweep'", "repeats=3", "+env.X='a b'"]
     folder = write_sweep(tmp_path / "s", [Point(4, given=given)])
     write_report(folder)
-    assert "python -m train model=dense_1b '+env.X='\"'\"'a b'\"'\"''\n" in (folder / "report.md").read_text()
+    assert "python -m train model=dense_1b \"+env.X='a b'\"\n" in (folder / "report.md").read_text()
 
 
 def test_a_tie_is_said(tmp_path):
@@ -116,18 +122,17 @@ def test_published_results_of_the_same_device_are_shown(tmp_path):
     assert "A100" not in text
 
 
-def test_same_runs_same_bytes(tmp_path):
-    """Another folder order, directory, time zone, language, hash seed and process; and again over the old report."""
-    first = write_sweep(tmp_path / "one" / "sweep", standard_grid())
-    second = tmp_path / "two" / "sweep"
+def test_same_runs_same_bytes(standard, tmp_path):
+    """Another folder order, directory, time zone, language, hash seed and process, and over an older report."""
+    first, second = standard, tmp_path / "two" / "sweep"
     second.mkdir(parents=True)
     names = sorted(path.name for path in first.iterdir())
     random.Random(5).shuffle(names)
     for name in names:
         (shutil.copytree if (first / name).is_dir() else shutil.copy)(first / name, second / name)
         os.utime(second / name, (1e9, 1e9))
-    write_report(first)
     before = digests(first)
+    (second / "report.html").write_text("older")
     environment = os.environ | {
         "TZ": "Asia/Tokyo",
         "LC_ALL": "C",
@@ -137,42 +142,36 @@ def test_same_runs_same_bytes(tmp_path):
     command = [sys.executable, "-m", "analysis", "report", "sweep"]
     subprocess.run(command, check=True, cwd=second.parent, env=environment, stdout=subprocess.DEVNULL)
     assert digests(second) == before
-    write_report(first)
-    assert digests(first) == before
 
 
 def test_report_of_a_running_sweep_and_its_growth(tmp_path):
-    points = standard_grid()
-    late = points[5]
-    folder = write_sweep(tmp_path / "s", [Point(**{**vars(p), "started": p.started and p is not late}) for p in points])
-    write_report(folder)
-    text = (folder / "report.md").read_text()
-    assert (
-        "reduction=zero2o micro_batch=8" in text.partition("## All points")[0] and "9 points: 5 ok, 2 pending" in text
-    )
+    late = Point(12, rate=60_000, seed=3)
+    unborn = Point(**{**vars(late), "started": False})
+    folder = write_sweep(tmp_path / "s", [Point(4), Point(8, rate=55_000, seed=2), unborn])
     write_point(folder / folder_name(late), Point(**{**vars(late), "status": "running", "done": 9}))
     write_report(folder)
-    assert "9 points: 5 ok, 1 running" in (folder / "report.md").read_text()
+    text = (folder / "report.md").read_text()
+    assert "## Best: micro_batch=8" in text and "3 points: 2 ok, 1 running" in text
     shutil.rmtree(folder / folder_name(late))
     write_point(folder / folder_name(late), late)
     write_report(folder)
-    assert "## Best: reduction=zero2o micro_batch=12" in (folder / "report.md").read_text()
+    assert "## Best: micro_batch=12" in (folder / "report.md").read_text()
 
 
-@pytest.mark.parametrize("done", [0, 1, 3])
+@pytest.mark.parametrize("done", [0, 3])
 def test_report_before_anything_has_finished(tmp_path, done):
     folder = write_sweep(tmp_path / "s", [Point(4, status="running", done=done), Point(8, started=False)])
     assert "No finished point yet." in write_report(folder).read_text("utf-8")
 
 
-@pytest.mark.parametrize("status", ["oom", "invalid", "crashed", "infeasible", "interrupted", "lost", "timeout"])
+@pytest.mark.parametrize("status", ["oom", "invalid", "lost"])
 def test_report_when_everything_failed(tmp_path, status):
     folder = write_sweep(tmp_path / "s", [Point(mb, status=status, reason="the reason", done=0) for mb in (4, 8)])
     assert "the reason" in write_report(folder).read_text("utf-8")
 
 
 def test_old_plots_go(tmp_path):
-    folder = write_sweep(tmp_path / "s", standard_grid())
+    folder = write_sweep(tmp_path / "s", [Point()])
     (folder / "plots").mkdir()
     (folder / "plots" / "gone_by_now.svg").write_text("x")
     (folder / "plots" / "notes.txt").write_text("mine")
@@ -208,11 +207,9 @@ def test_nothing_on_the_page_comes_from_a_run_unescaped_or_from_the_net(tmp_path
     assert "@import" not in text and "url(" not in text
 
 
-def test_no_absolute_path_is_told(tmp_path):
-    folder = write_sweep(tmp_path / "s", standard_grid())
-    write_report(folder)
+def test_no_absolute_path_is_told(standard):
     for name in ("report.html", "report.md", "summary.csv"):
-        assert str(tmp_path) not in (folder / name).read_text("utf-8")
+        assert str(standard.parent) not in (standard / name).read_text("utf-8")
 
 
 def test_several_sweeps_in_one_report(tmp_path):

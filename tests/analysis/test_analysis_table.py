@@ -186,9 +186,10 @@ def test_help_is_short_and_has_examples(capsys):
 
 
 def test_neither_torch_nor_the_trainer_is_imported(grid, tmp_path):
+    one = str(write_sweep(tmp_path / "s", [Point()]))
     code = (
         "import sys; from analysis.__main__ import main; "
-        f"main(['table', {str(grid)!r}]); main(['report', {str(grid)!r}, '--out', {str(tmp_path / 'out')!r}]); "
+        f"main(['table', {str(grid)!r}]); main(['report', {one!r}]); "
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'train', 'hydra', 'omegaconf', 'duckdb'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -17,8 +17,8 @@ import pytest
 from tests.helpers import ROOT, environment
 from train.config import Train
 
-#: pages whose commands need a cluster: tests/slurm runs them
-ELSEWHERE = ("slurm.md",)
+#: pages whose commands need more than a folder: tests/slurm has the cluster, tests/analysis the run folders
+ELSEWHERE = ("slurm.md", "analysis.md")
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in ELSEWHERE)]
 SHORT = {"steps=": "steps=3", "seq_len=": "seq_len=64"}
 
@@ -33,7 +33,7 @@ def shortened(command: str, kind: str) -> str:
     """The command as it is run here."""
     if command.startswith("make "):
         return f"make -n -C '{ROOT}' {command.removeprefix('make ')}"
-    if command.startswith("python -m train") and not re.search(r"--help|--cfg|-sc |recipe=|sweeps=", command):
+    if command.startswith("python -m train ") and not re.search(r"--help|--cfg|-sc |recipe=|sweeps=", command):
         command += "".join(f" {short}" for key, short in SHORT.items() if f" {key}" not in command)
     return command + " plan=true" * (kind == "gpu" and "plan=true" not in command)
 

@@ -4,12 +4,15 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import run
 from tests.helpers import TINY, frozen, points, status
 
 SMALL = [*TINY, "nproc=1", "micro_batch=1"]
 
 
+@pytest.mark.slow
 def test_swept_variable_reaches_the_ranks(tmp_path: Path) -> None:
     """OMP_NUM_THREADS is read when a rank starts, so it also proves that such points get a fresh interpreter."""
     args = [*SMALL, "steps=3", "env.MFU_MARK=a,012", "env.NCCL_ALGO=Ring", "name=x"]
@@ -23,6 +26,7 @@ def test_swept_variable_reaches_the_ranks(tmp_path: Path) -> None:
         assert host["env"]["NCCL_ALGO"] == "Ring"
 
 
+@pytest.mark.slow
 def test_profile_leaves_a_trace_a_rank_and_a_flag(tmp_path: Path) -> None:
     done = run([*TINY, "micro_batch=1", "steps=6", "profile=true,false", "name=x"], tmp_path)
     assert done.code == 0, done.out + done.err

@@ -45,6 +45,7 @@ def test_own_options_are_listed(tmp_path: Path) -> None:
     assert "mine" in done.out and "my very own model" in done.out
 
 
+@pytest.mark.slow
 def test_examples_are_five_and_work(tmp_path: Path) -> None:
     """Each example passes as a dry run, with a folder for the own text."""
     lines = [shlex.split(line, comments=True)[3:] for line in EXAMPLES.splitlines()]

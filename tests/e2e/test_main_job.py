@@ -68,7 +68,9 @@ def test_run_folder_keeps_the_contract(grid: Path) -> None:
     for g in sweep["grid"]:
         folder = grid / g["folder"]
         assert g["folder"].endswith(g["identity"][:8]) and status(folder)["identity"] == g["identity"]
-        assert {"config.yaml", "manifest.json", "status.json", "metrics.jsonl", "logs"} <= {p.name for p in folder.iterdir()}
+        assert {"config.yaml", "manifest.json", "status.json", "metrics.jsonl", "logs"} <= {
+            p.name for p in folder.iterdir()
+        }
         host = json.loads((folder / "manifest.json").read_text())["hosts"][0]
         assert host["torch"] and host["threads"] >= 1 and host["code"]["src_hash"] == sweep["snapshot"]["hash"]
         assert "attention backend:" in (folder / "logs" / "rank0.log").read_text()
@@ -133,7 +135,12 @@ def test_named_grid_and_command_line_wins(tmp_path: Path) -> None:
 def test_recipe_yields_to_the_command_line(tmp_path: Path) -> None:
     done = train("--cfg", "job", "recipe=dense_1b_h200", "micro_batch=2", cwd=tmp_path)
     cfg = yaml.safe_load(done.stdout)
-    assert (cfg["model"]["name"], cfg["compile"]["name"], cfg["seq_len"], cfg["micro_batch"]) == ("dense_1b", "layer", 2048, 2)
+    assert (cfg["model"]["name"], cfg["compile"]["name"], cfg["seq_len"], cfg["micro_batch"]) == (
+        "dense_1b",
+        "layer",
+        2048,
+        2,
+    )
 
 
 @pytest.mark.slow
@@ -143,7 +150,9 @@ def test_make_sweep_from_a_plain_copy(tmp_path: Path) -> None:
     import sys
 
     copy = tmp_path / "a check out"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "outputs", ".whl*", "__pycache__", ".*_cache"))
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "outputs", ".whl*", "__pycache__", ".*_cache")
+    )
     done = subprocess.run(
         ["make", "sweep", f"PYTHON={sys.executable}"], cwd=copy, capture_output=True, text=True, timeout=280
     )
@@ -153,8 +162,22 @@ def test_make_sweep_from_a_plain_copy(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_dense_1b_on_a_gpu(tmp_path: Path) -> None:
     done = train(
-        "model=dense_1b", "data=fake", "seq_len=2048", "micro_batch=16", "compile=layer", "steps=8", "name=x", cwd=tmp_path
+        "model=dense_1b",
+        "data=fake",
+        "seq_len=2048",
+        "micro_batch=16",
+        "compile=layer",
+        "steps=8",
+        "name=x",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (point,) = points(tmp_path / "outputs" / "x").values()
     assert status(point)["summary"]["memory_kind"] == "device" and metrics(point)[-1]["perf/mfu"] > 30
+
+
+@pytest.mark.gpu
+def test_compiled_points_fork_from_the_warm_server_on_a_gpu(tmp_path: Path) -> None:
+    """Inductor is imported before the fork; nothing of that may touch the GPU."""
+    done = train("-m", *TINY, "steps=3", "compile=layer", "micro_batch=1,2", "nproc=1", "name=x", cwd=tmp_path)
+    assert done.returncode == 0 and "2 ok" in done.stdout, done.stdout + done.stderr

@@ -153,13 +153,14 @@ class Command:
         self.temp = out / ".tmp"  # locks and scratch folders of its own: tests run side by side
         self.temp.mkdir(exist_ok=True)
         name, _, value = self.mark.partition("=")
+        place = str(out).replace("'", "\\'")
         full = (
             os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
         )
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*wrap, sys.executable, "-m", "train", "-m", f"out='{out}'", *args], env=full, cwd=ROOT,
+            [*wrap, sys.executable, "-m", "train", "-m", f"out='{place}'", *args], env=full, cwd=ROOT,
             stdin=subprocess.DEVNULL, start_new_session=True, **options,
         )  # fmt: skip
 

@@ -180,8 +180,7 @@ def test_awkward_paths(tmp_path: Path) -> None:
     out = tmp_path
     for name in NAMES:
         out = out / name
-    quoted = str(out).replace("'", "\\'")
-    done = sweep(tmp_path, "name=n", *TINY, "steps=3", "seed=0,1", f"out='{quoted}'")
+    done = sweep(out, "name=n", *TINY, "steps=3", "seed=0,1")
     assert done.code == 0, done.output
     assert {s["status"] for s in statuses(out / "n").values()} == {"ok"}
 
@@ -189,8 +188,8 @@ def test_awkward_paths(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_long_paths(tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 120) / ("y" * 120) / ("z" * 60)
-    assert sweep(tmp_path, "name=n", *TINY, "steps=2", f"out='{deep}'").code == 0
-    too_long = sweep(tmp_path, "name=n", *TINY, "steps=2", f"out='{tmp_path / ('x' * 300)}'")
+    assert sweep(deep, "name=n", *TINY, "steps=2").code == 0
+    too_long = sweep(tmp_path, f"name={'x' * 300}", *TINY, "steps=2")
     assert too_long.code == 2 and too_long.output.count("\n") == 1, too_long.output
 
 

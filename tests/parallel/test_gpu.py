@@ -36,6 +36,7 @@ def test_one_gpu_bf16_twice_the_same(reduction: str) -> None:
     assert_bitwise(first, second)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("grad_accum", (1, 2))
 def test_two_gpus(nccl: Ranks, reduction: str, grad_accum: int) -> None:
@@ -43,6 +44,7 @@ def test_two_gpus(nccl: Ranks, reduction: str, grad_accum: int) -> None:
     assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), reference(case), [FP64] * 3)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @pytest.mark.parametrize("accumulate", ("once", "every"))
 @pytest.mark.parametrize("bucket_mib", (0.0005, 0.01, 25))

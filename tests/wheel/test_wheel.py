@@ -55,7 +55,10 @@ def run(venv: Path, name: str, *args: str, cwd: Path) -> subprocess.CompletedPro
 
 
 def test_everything_comes_from_the_wheel(venv: Path, tmp_path: Path) -> None:
-    code = "import train, analysis, train.sweep.store as s; print(train.__file__, analysis.__file__, s.conf_dir(), s.data_dir('sweeps'))"
+    code = (
+        "import train, analysis, train.sweep.store as s;"
+        "print(train.__file__, analysis.__file__, s.conf_dir(), s.data_dir('sweeps'))"
+    )
     done = run(venv, "python", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(venv.parent)) == 4 and str(ROOT) not in done.stdout

@@ -33,6 +33,8 @@ def settings(cfg: Train) -> dict[str, str]:
     if cfg.device == "cuda" and not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(USER):
         # seen in mfu-multigpu.md: without it a run fragments at 29.9 of 31.4 GiB; only the allocator's layout changes
         out["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if cfg.device == "cuda" and cfg.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in USER:
+        out["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch.use_deterministic_algorithms asks for
     return out | cfg.env
 
 

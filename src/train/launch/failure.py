@@ -75,12 +75,14 @@ def memory_now(device: Optional[torch.device], text: str) -> dict[str, Any]:
 
 def _limited(error: BaseException) -> bool:
     """Did the rank run into a limit on processes or open files? Libraries often lose the system's own error."""
-    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) or "can't start new thread" in str(
-        error
-    ):
+    limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+    if getattr(error, "errno", None) in limits or "can't start new thread" in str(error):
         return True
     try:
-        return sum(1 for _ in Path("/proc/self/fd").iterdir()) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+        return (
+            sum(1 for _ in Path("/proc/self/fd").iterdir())
+            >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+        )
     except OSError:  # not even one more for the listing
         return True
 
@@ -104,9 +106,7 @@ def describe(error: BaseException, step: int, device: Optional[torch.device]) ->
         parts += [f"{_size(m['allocated_gib'])} allocated by torch"] if "allocated_gib" in m else []
         record["where"] = what
         message = f"out of {what} memory: {', '.join(parts)}"
-    elif (
-        getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) or "can't start new thread" in text
-    ):
+    elif _limited(error):
         record["limits"] = True  # the supervisor names the limits
     record["message"] = message
     record["pid"] = os.getpid()

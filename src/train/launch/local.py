@@ -109,7 +109,7 @@ class Local:
             if status["status"] == "running":
                 self._lose(point, status)
             if status["status"] == "infeasible" and not self.cfg.prune:
-                pass  # it was only implied; now it is asked for
+                self.known[point.identity] = status | {"status": "pending"}  # it was only implied; now it is asked for
             elif status["status"] in KEPT:
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:

@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 
-def join(folder: Path, rank: int, world: int, device: torch.device, timeout: float) -> None:
-    """Initialise the default process group (NCCL on CUDA, gloo on a CPU). Raises TimeoutError when rank 0 never spoke."""
-    file = folder / "rendezvous"
+def join(folder: Path, rank: int, world: int, device: torch.device, timeout: float, name: str = "rendezvous") -> None:
+    """Initialise the default process group (NCCL on CUDA, gloo on a CPU). Raises TimeoutError when rank 0 never spoke.
+
+    Ranks that start together meet in one file `name`.
+    """
+    file = folder / name
     limit = timedelta(seconds=timeout)
     host = os.environ.get("MFU_SWEEP_HOST", "127.0.0.1")
     if rank == 0:
         store = dist.TCPStore(host, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
-        temp = file.with_name(f".rendezvous.{os.getpid()}")
+        temp = file.with_name(f".{name}.{os.getpid()}")
         temp.write_text(f"{host}:{store.port}")
         os.replace(temp, file)
     else:

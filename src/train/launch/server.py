@@ -21,6 +21,9 @@ from typing import Any
 import train
 from train.launch import process
 
+#: argument of a server that imports only what a rank needs before it builds its model
+LIGHT = "--light"
+
 
 def _run_rank(message: dict[str, Any], server: int) -> int:
     """The forked child, until the rank's end."""
@@ -42,6 +45,7 @@ class Server:
     def __init__(self, out: int) -> None:
         self.out = out
         self.ranks: set[int] = set()
+        self.buffer = os.environ.pop("MFU_SWEEP_PENDING", "").encode()
         self.pid = os.getpid()
         self.wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -125,16 +129,27 @@ class Server:
             self.say(started=pid)
         elif message["do"] == "probe":
             self.probe()
-        elif message["do"] == "import":
-            importlib.import_module(message["name"])
+        elif message["do"] == "import" and LIGHT not in sys.argv:
+            _import(message["name"])
+            if _forks_lost_the_gpu():
+                self.restart()
             gc.freeze()
         elif message["do"] == "clean":
             self.clean()
 
+    def restart(self) -> None:
+        """Become a server that has imported less: slower starts, and forks that can use the GPU."""
+        os.dup2(self.out, 1)
+        pending = self.buffer.decode()
+        env = os.environ | {"MFU_SWEEP_PARENT": str(os.getppid()), "MFU_SWEEP_PENDING": pending}
+        os.execve(sys.executable, [sys.executable, "-m", "train.launch.server", LIGHT], env)
+
     def loop(self) -> None:
         """Until stdin closes."""
-        buffer = b""
         while True:
+            while b"\n" in self.buffer:
+                line, _, self.buffer = self.buffer.partition(b"\n")
+                self.handle(json.loads(line))
             ready, _, _ = select.select([0, self.wake_read], [], [])
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
@@ -143,24 +158,52 @@ class Server:
                 chunk = os.read(0, 65536)
                 if not chunk:
                     break
-                buffer += chunk
-                while b"\n" in buffer:
-                    line, _, buffer = buffer.partition(b"\n")
-                    self.handle(json.loads(line))
+                self.buffer += chunk
         for p in process.strays():
             process.kill(p.pid)
 
 
-def _import_everything() -> None:
+#: what keeps imports off the GPU: Inductor starts compile workers and asks for the GPU's properties unless told not to
+#: (the second name is what torch before 2.13 knows), and torch.cuda.is_available() counts devices through NVML
+QUIET = {"TORCH_WARM_POOL": "0", "TORCH_TNT_IN_USE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def _import(name: str) -> None:
+    """Import a module for the forks to come."""
+    before = {key: os.environ.get(key) for key in QUIET}
+    os.environ.update(QUIET)
+    try:
+        importlib.import_module(name)
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _forks_lost_the_gpu() -> bool:
+    """Whether a fork of this process could not use CUDA any more, as a fork of it says."""
+    pid = os.fork()
+    if pid == 0:
+        import torch
+
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+def _import_everything(light: bool) -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
     for module in pkgutil.walk_packages(train.__path__, "train."):
         if not module.name.startswith(
             ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
         ):  # the command line's, with Hydra
-            importlib.import_module(module.name)
+            _import(module.name)
+    if light:
+        return
     # what a rank would import when it builds its model: dynamo alone costs it 2 s
     for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.nn.parallel"):
-        importlib.import_module(name)
+        _import(name)
     with contextlib.suppress(OSError):
         socket.gethostbyname(socket.gethostname())  # pulls in an encoding
 
@@ -169,12 +212,15 @@ def main() -> None:
     """Entry point of `python -m train.launch.server`."""
     process.die_with(int(os.environ.pop("MFU_SWEEP_PARENT")))
     process.adopt_orphans()
-    out = os.dup(1)
+    server = Server(os.dup(1))
     os.dup2(2, 1)  # anything printed by an import must not end up among the messages
-    _import_everything()
+    light = LIGHT in sys.argv
+    _import_everything(light)
+    if not light and _forks_lost_the_gpu():
+        server.restart()
     gc.collect()
     gc.freeze()  # keeps the pages shared after the fork
-    Server(out).loop()
+    server.loop()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from train.sweep.freeze import SCHEMA, write_json
 
 #: after the first failure the peers get this long to say what happened to them
 GRACE_SECONDS = 0.5
+#: phases of a rank between steps that may take long: the first steps' limit holds
+UNTIMED = ("replay", "checkpoint")
 #: words in a rank's log that mean a limit of the system was met
 LIMIT_WORDS = ("Resource temporarily unavailable", "can't start new thread", "Too many open files")
 
@@ -210,7 +212,7 @@ class Supervisor:
             return None
         rank, seconds = max(quiet.items(), key=lambda item: item[1])
         slowest = max(w.slowest for w in self.watches.values())
-        if min(self.watches[r].step for r in quiet) < FIRST_STEPS:
+        if min(self.watches[r].step for r in quiet) < FIRST_STEPS or self.watches[rank].phase in UNTIMED:
             limit = self.cfg.launch.first_step_timeout
         else:
             limit = max(self.cfg.launch.hang_seconds, 5 * slowest)
@@ -339,7 +341,16 @@ def archive(folder: Path) -> int:
         half.unlink()
     done = folder / "attempts"
     number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
-    names = ("status.json", "metrics.jsonl", "manifest.json", "logs", "rendezvous", "nodes")
+    names = (
+        "status.json",
+        "metrics.jsonl",
+        "manifest.json",
+        "leaves.jsonl",
+        "logs",
+        "rendezvous",
+        "rendezvous-fresh",
+        "nodes",
+    )
     old = [folder / n for n in names if (folder / n).exists()]
     moving = done / f".{number}"  # a kill in between leaves it, and the next call goes on with it
     if not moving.exists():

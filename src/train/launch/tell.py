@@ -22,27 +22,34 @@ def _silence() -> None:
     sys.stdout = open(1, "w", closefd=False)
 
 
-class Unbreakable(io.TextIOBase):
+class Unbreakable(io.StringIO):
     """Standard output for a live view that goes on writing when the terminal is gone."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = sys.stdout  # a live view puts itself in the place of sys.stdout later
+
     def write(self, text: str) -> int:
+        """Into nothing once the terminal is gone."""
         try:
-            return sys.stdout.write(text)
-        except (OSError, ValueError, AttributeError):
-            _silence()
+            return self.stream.write(text)
+        except (OSError, ValueError):
             return len(text)
 
     def flush(self) -> None:
+        """See write."""
         try:
-            sys.stdout.flush()
-        except (OSError, ValueError, AttributeError):
-            _silence()
+            self.stream.flush()
+        except (OSError, ValueError):
+            pass
 
     def isatty(self) -> bool:
-        return sys.stdout.isatty()
+        """Of the stream behind."""
+        return self.stream.isatty()
 
     def fileno(self) -> int:
-        return 1
+        """Of the stream behind."""
+        return self.stream.fileno()
 
 
 def fill_standard_files() -> None:
@@ -52,3 +59,7 @@ def fill_standard_files() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is `fd`
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-ENV = re.compile(r"(NCCL_|TORCH|PYTORCH|CUDA_|GLOO_|OMP_|MKL_|KMP_).*")
+from train.measure import links
+
+ENV = re.compile(r"(NCCL_|CUBLAS_|TORCH|PYTORCH|CUDA_|GLOO_|OMP_|MKL_|KMP_).*")
 
 
 def collect(device: torch.device) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def collect(device: torch.device) -> dict[str, Any]:
         "nccl": nccl_version() if device.type == "cuda" else None,
         "driver": None if device.type != "cuda" else driver(),
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [],
+        "links": links.matrix() if device.type == "cuda" else None,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "affinity": sorted(os.sched_getaffinity(0)),
@@ -66,29 +69,19 @@ def driver() -> str | None:
             return match[1]
     except OSError:
         pass
-    nvml = _nvml()
+    nvml = links.nvml()
     return nvml.nvmlSystemGetDriverVersion() if nvml else None
-
-
-def _nvml() -> Any:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml
-    except Exception:  # no NVML on this host: the keys are simply absent
-        return None
 
 
 def _gpu(index: int) -> dict[str, Any]:
     p = torch.cuda.get_device_properties(index)
     out: dict[str, Any] = {"name": p.name, "memory_gib": p.total_memory / 2**30, "capability": f"{p.major}.{p.minor}"}
-    nvml = _nvml()
+    nvml = links.nvml()
     if nvml is None:
         return out
     try:
         uuid = str(p.uuid)
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        handle = links.handle(nvml, uuid)
     except Exception:
         return out
     readings = {
@@ -96,8 +89,10 @@ def _gpu(index: int) -> dict[str, Any]:
         "power_cap_w": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
         "sm_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
         "memory_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
-        "pcie_generation": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
-        "pcie_width": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+        "pcie_generation": lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
+        "pcie_width": lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
+        "pcie_generation_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+        "pcie_width_max": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
     }
     for key, read in readings.items():
         try:

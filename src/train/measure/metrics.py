@@ -30,6 +30,7 @@ class Pending:
     data_s: float = 0.0
     host: Optional[torch.Tensor] = None  # [2] loss, grad_norm on the host
     ready: Any = None
+    end: Any = None  # mark, where something that is not part of the step follows it
     peak: float = 0.0
 
 
@@ -64,15 +65,25 @@ class Meter:
     def start(self, step: int) -> Optional[Pending]:
         """Mark the start of `step`, which is also the end of the one before; returns that one, to be read later."""
         mark = self._mark()
+        if self.current is not None and self.current.end is None:
+            self._end(mark)
         before, self.current = self.current, Pending(step, mark)
-        memory_now = memory.peak(self.device)
-        self.round_peak = max(self.round_peak, memory_now)
-        if before is not None:
-            before.peak = memory_now
-            self.step_peak = max(self.step_peak, memory_now)
-            before.ready = (before.mark, mark)
+        self.round_peak = max(self.round_peak, memory.peak(self.device))
         memory.start_step(self.device)
         return before
+
+    def pause(self) -> None:
+        """The current step ends here: until the next `start`, time and memory count for the round but for no step."""
+        self._end(self._mark())
+        memory.start_step(self.device)
+
+    def _end(self, mark: Any) -> None:
+        step = self.current
+        assert step is not None
+        step.end, step.ready = mark, (step.mark, mark)
+        step.peak = memory.peak(self.device)
+        self.step_peak = max(self.step_peak, step.peak)
+        self.round_peak = max(self.round_peak, step.peak)
 
     def results(self, loss: torch.Tensor, grad_norm: torch.Tensor, data_s: float) -> None:
         """Loss (this rank's mean) and gradient norm of the current step, copied to the host without waiting."""

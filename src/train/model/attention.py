@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -87,3 +87,15 @@ def select(requested: str, probed: Mapping[str, str | None], order: tuple[str, .
     if probed[requested] is not None:
         raise config.ConfigError("attention", requested, f"rejected here ({probed[requested]}); {advice}")
     return requested
+
+
+def select_replayable(
+    requested: str, probed: Mapping[str, str | None], order: tuple[str, ...], qualified: Collection[str]
+) -> tuple[str, bool]:
+    """For replay: (path, whether a record shows that it is reproducible bit for bit).
+
+    auto takes the first path in `order` that accepts and is among `qualified`; without one it is `select`'s, unqualified.
+    """
+    recorded = [path for path in order if probed[path] is None and path in qualified]
+    path = recorded[0] if requested == "auto" and recorded else select(requested, probed, order)
+    return path, path in qualified

@@ -1,6 +1,6 @@
 """AdamW on the pieces of the master weights that a rank owns, and clipping by the global norm."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class AdamW:
     def __init__(self, pieces: Sequence[Piece], optim: config.Optim) -> None:
         self.pieces = [p for p in pieces if p.tensor.numel()]  # a rank may own nothing of a small parameter
         self.tensors = [p.tensor for p in self.pieces]
+        self.tap: Callable[[list[Piece], Sequence[Tensor]], None] | None = None  # sees reduced gradients (train.replay)
         groups = [
             {"params": [p.tensor for p in self.pieces if p.decay], "weight_decay": optim.weight_decay},
             {"params": [p.tensor for p in self.pieces if not p.decay], "weight_decay": 0.0},
@@ -47,6 +48,8 @@ class AdamW:
         """
         if self.optimizer is None:
             return
+        if self.tap is not None:
+            self.tap(self.pieces, grads)
         torch._foreach_mul_(list(grads), scale)
         for p, grad in zip(self.tensors, grads, strict=True):
             p.grad = grad

@@ -40,19 +40,22 @@ class DataParallel(ABC):
         return self.full("weight")
 
     @abstractmethod
-    def _owners(self) -> list[AdamW]:
-        """The optimizers of this rank's pieces, in a stable order."""
+    def owners(self) -> list[AdamW]:
+        """The optimizers of what this rank owns, in a stable order."""
 
     @abstractmethod
-    def _publish(self) -> None:
-        """Make the model's weights follow the masters after these were loaded."""
+    def publish(self) -> None:
+        """Make the model's weights follow the masters after these were changed from outside. Collective."""
+
+    def settle(self) -> None:  # noqa: B027  # most reductions leave nothing
+        """Wait for what the last step left under way: afterwards the masters may be changed."""
 
     def shard_items(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shard of master weights and optimizer state, live tensors, in a stable order.
 
         Names: "<parameter>.weight", "<parameter>.exp_avg", "<parameter>.exp_avg_sq", "<parameter>.step".
         """
-        for owner in self._owners():
+        for owner in self.owners():
             yield from owner.items()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -69,12 +72,13 @@ class DataParallel(ABC):
             raise ValueError(
                 f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)"
             )
+        self.settle()
         for name, tensor in own.items():
             have, want = list(state[name].shape), list(tensor.shape)
             if have != want:
                 raise ValueError(f"checkpoint of another layout: {name} has shape {have}, not {want}")
             tensor.copy_(state[name])
-        self._publish()
+        self.publish()
 
     def traffic(self) -> dict[str, Any]:
         """See `Meter.report`."""

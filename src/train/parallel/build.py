@@ -1,5 +1,7 @@
 """From a configuration to the reduction that it names."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,20 +24,23 @@ def param_dtype(cfg: config.Train, compute: torch.dtype) -> torch.dtype:
     return torch.promote_types(compute, torch.float32) if cfg.reduction.name == "fsdp" else compute
 
 
-def build(model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, rank: int) -> DataParallel:
+def build(
+    model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, rank: int, group: Any = None
+) -> DataParallel:
     """Take over `model`: on `device`, in `param_dtype`, the same weights on every rank; compiled layers before, not after.
 
-    With world_size > 1 the default process group is initialised. Raises ConfigError for degrees that can't be.
+    With world_size > 1 `group`, or the default process group for None, has these ranks. Raises ConfigError for degrees
+    that can't be.
     """
     mesh.resolve(cfg, world_size)
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 
-        return Fsdp(model, cfg, device, world_size, compute_dtype(cfg, device))
+        return Fsdp(model, cfg, device, world_size, compute_dtype(cfg, device), group)
     if cfg.reduction.name in mesh.ZERO2 and world_size > 1:
         from train.parallel.zero2 import Zero2
 
-        return Zero2(model, cfg, device, world_size, rank)
+        return Zero2(model, cfg, device, world_size, rank, group)
     from train.parallel.replicated import Replicated
 
-    return Replicated(model, cfg, device, world_size)
+    return Replicated(model, cfg, device, world_size, group)

@@ -29,7 +29,13 @@ class Fsdp(DataParallel):
     """
 
     def __init__(
-        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, compute: torch.dtype
+        self,
+        model: nn.Module,
+        cfg: config.Train,
+        device: torch.device,
+        world: int,
+        compute: torch.dtype,
+        group: Any = None,
     ) -> None:
         self._optim, self._device, self._compute = cfg.optim, device, compute
         self._own_group = not dist.is_initialized()
@@ -39,7 +45,10 @@ class Fsdp(DataParallel):
         degrees = mesh.resolve(cfg, world)
         self._copies, self._shards = degrees["dp_replicate"], degrees["dp_shard"]
         names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
-        devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
+        if group is not None:  # some of the ranks
+            devices = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+        else:
+            devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
         self._group = devices.get_group("dp_shard")
         # gathered weights then live until the step's last backward
         self._keep = cfg.reduction.reshard_after_forward is False
@@ -119,10 +128,10 @@ class Fsdp(DataParallel):
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [self._owner]
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """The masters are the weights that fully_shard gathers."""
 
     def close(self) -> None:

@@ -19,8 +19,10 @@ class WeightGather:
     `buckets` is the order in which they are needed: start gathers in this order.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], lane: Lane, meter: Meter) -> None:
-        self._lane, self._meter = lane, meter
+    def __init__(
+        self, model: nn.Module, buckets: Sequence[Bucket], lane: Lane, meter: Meter, group: Any = None
+    ) -> None:
+        self._lane, self._meter, self._group = lane, meter, group
         self._pending: dict[Bucket, Any] = {}
         blocks = list(getattr(model, "layers", ()))
         inside = {p: i for i, block in enumerate(blocks) for p in block.parameters()}
@@ -48,7 +50,7 @@ class WeightGather:
         with self._lane.beside():
             for bucket in buckets:
                 self._meter.sent("all_gather", bucket.own.nbytes * (bucket.world - 1))
-                work = collectives.all_gather(bucket.weight, bucket.own, async_op=True)
+                work = collectives.all_gather(bucket.weight, bucket.own, group=self._group, async_op=True)
                 self._pending[bucket] = self._lane.ticket(work)
 
     def finish(self, buckets: Sequence[Bucket] | None = None) -> None:

@@ -20,13 +20,14 @@ def resolve(cfg: Train, nproc: int) -> dict[str, int]:
             raise ConfigError(
                 f"parallelism.{key}", value, "must be a degree of at least 1, or -1 for what is left of nproc"
             )
-    if reduction == "ddp" and p.dp_shard not in (1, -1):
+    rounds = cfg.round.name != "none"  # dp_replicate islands of dp_shard ranks, whatever the reduction inside them
+    if not rounds and reduction == "ddp" and p.dp_shard not in (1, -1):
         raise ConfigError("parallelism.dp_shard", p.dp_shard, "ddp shards nothing; it must be 1 or -1")
-    if reduction in ZERO2 and p.dp_replicate not in (1, -1):
+    if not rounds and reduction in ZERO2 and p.dp_replicate not in (1, -1):
         raise ConfigError("parallelism.dp_replicate", p.dp_replicate, f"{reduction} keeps one copy; it must be 1 or -1")
-    if reduction == "ddp":
+    if not rounds and reduction == "ddp":
         replicate, shard = _rest(p.dp_replicate, nproc), 1
-    elif reduction in ZERO2 or p.dp_replicate == p.dp_shard == -1:
+    elif not rounds and (reduction in ZERO2 or p.dp_replicate == p.dp_shard == -1):
         replicate, shard = 1, _rest(p.dp_shard, nproc)
     else:
         replicate = _rest(p.dp_replicate, nproc // max(1, p.dp_shard))

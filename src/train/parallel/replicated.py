@@ -20,8 +20,10 @@ UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds 
 class Replicated(DataParallel):
     """Every rank updates all weights with the same summed gradients."""
 
-    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int) -> None:
-        self._world, self._optim, self._device = world_size, cfg.optim, device
+    def __init__(
+        self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, group: Any = None
+    ) -> None:
+        self._world, self._optim, self._device, self._group = world_size, cfg.optim, device, group
         self._named = trainable(model)
         self.meter = Meter(device)
         self._updates = [_Update(chunk, cfg.optim) for chunk in _chunks(self._named)]
@@ -32,6 +34,7 @@ class Replicated(DataParallel):
             torch._dynamo.config.optimize_ddp = False
             self.module = DistributedDataParallel(
                 model,
+                process_group=group,
                 device_ids=[device] if device.type == "cuda" else None,
                 bucket_cap_mb=cfg.reduction.bucket_mib or 25,
                 gradient_as_bucket_view=True,
@@ -45,7 +48,7 @@ class Replicated(DataParallel):
         self.meter.sent("all_reduce", 2 * buffer.nbytes * (self._world - 1) // self._world)
         if bucket.is_last():
             self._compute_done = self.meter.mark()
-        work = dist.all_reduce(buffer, async_op=True)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -72,10 +75,10 @@ class Replicated(DataParallel):
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [u.owner for u in self._updates]
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         for update in self._updates:
             update.publish()
 

@@ -27,15 +27,17 @@ UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between
 class Zero2(DataParallel):
     """`reduction.name`: zero2 issues all buckets after backward, zero2o and zero2rs each as its last gradient is in."""
 
-    def __init__(self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int, group: Any = None
+    ) -> None:
         self.module = model
         self.meter = Meter(device)
-        self._world, self._device, self._optim = world, device, cfg.optim
+        self._world, self._device, self._optim, self._group = world, device, cfg.optim, group
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank)
         self._lane = Lane(device, self.meter)
-        self._gather = WeightGather(model, self._buckets, self._lane, self.meter)
+        self._gather = WeightGather(model, self._buckets, self._lane, self.meter, group)
         self._updates = [_Update(group, cfg.optim) for group in _groups(self._gather.buckets)]
         self._queue: list[tuple[Bucket, Any, Tensor]] = []  # issued and not yet summed (CPU)
         self._missing = [0] * len(self._buckets)  # gradients that a bucket still waits for in this micro-batch
@@ -81,10 +83,10 @@ class Zero2(DataParallel):
         with self._lane.beside():
             if self._collective == "reduce_scatter":
                 received = sent.new_empty(1, bucket.shard)
-                work = collectives.reduce_scatter(received.view(-1), sent, async_op=True)
+                work = collectives.reduce_scatter(received.view(-1), sent, group=self._group, async_op=True)
             else:
                 received = sent.new_empty(self._world, bucket.shard)
-                work = collectives.all_to_all(received.view(-1), sent, async_op=True)
+                work = collectives.all_to_all(received.view(-1), sent, group=self._group, async_op=True)
             if self._lane.asynchronous:
                 work.wait()  # the lane waits, not the host
                 self._sum(bucket, received)
@@ -122,7 +124,7 @@ class Zero2(DataParallel):
         own = norms([b.grad for b in self._buckets if b.grad is not None], self._device).square().sum().view(1)
         parts = own.new_empty(self._world)
         with self.meter.waiting("norm"):
-            collectives.all_gather(parts, own)
+            collectives.all_gather(parts, own, group=self._group)
         return parts.sum().sqrt()
 
     @torch.no_grad()
@@ -134,18 +136,21 @@ class Zero2(DataParallel):
                 for (_, low, high), piece in zip(bucket.owned(), update.pieces[bucket], strict=True):
                     shard[low:high] = update.owner.state(piece, kind)
                 shards = shard.new_empty(self._world * bucket.shard)
-                collectives.all_gather(shards, shard)
+                collectives.all_gather(shards, shard, group=self._group)
                 whole.update(bucket.gathered(shards))
         return whole
 
-    def _owners(self) -> list[AdamW]:
+    def owners(self) -> list[AdamW]:
         return [update.owner for update in self._updates]
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def publish(self) -> None:
         for update in self._updates:
             update.publish()
         self._gather.start(self._gather.buckets)
+
+    def settle(self) -> None:
+        self._gather.finish()
 
     def close(self) -> None:
         self._gather.close()

@@ -59,6 +59,8 @@ def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
     assert cfg.nproc is not None
     if reason := validate.combination(cfg, cfg.nproc):
         return reason
+    if cfg.deterministic is None:
+        cfg.deterministic = cfg.replay
     degrees = mesh.resolve(cfg, cfg.nproc)
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = degrees["dp_replicate"], degrees["dp_shard"]
     cfg.grad_accum, cfg.global_batch = validate.batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])

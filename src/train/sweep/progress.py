@@ -84,7 +84,9 @@ class View:
 
     def __enter__(self) -> Self:
         if live_terminal():
-            self.live = Live(console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=4, transient=True)
+            self.live = Live(
+                console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=4, transient=True
+            )
             self.live.start()
         return self
 

@@ -24,6 +24,7 @@ CHOICES = {
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
 }
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
@@ -60,6 +61,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.clip_norm": (1e-12, 1e12),
     "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
+    "round.inner_steps": (1, 10**7),
+    "round.topk": (1e-6, 1),
+    "round.outer_lr": (0, 1e3),
+    "round.outer_momentum": (0, 0.999999999),
+    "checkpoint.every": (1, 10**7),
+    "checkpoint.keep": (1, 10**6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
 }
@@ -94,6 +101,8 @@ def values(cfg: Train) -> None:
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
         raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
+    if cfg.round.bits not in (32, 8, 4):
+        raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
     for key in ("env", "nccl.env"):
         for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
             if "=" in name or "\0" in f"{name}{value}" or not name:
@@ -221,6 +230,12 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
+            raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
+        if cfg.replay and cfg.checkpoint.every is not None:
+            raise ConfigError("replay", True, "all passes start at step 0: leave checkpoint.every out")
+        if cfg.replay and cfg.profile:
+            raise ConfigError("profile", True, "would record the second pass of replay=true too; use one of them")
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])

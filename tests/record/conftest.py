@@ -1,0 +1,1 @@
+from tests.parallel.conftest import four, two  # noqa: F401
