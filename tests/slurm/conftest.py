@@ -64,9 +64,11 @@ class Cli:
     out: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def args(self, *args: str, tiny: bool = True) -> list[str]:
+    def args(self, *args: str) -> list[str]:
         quoted = str(self.out).replace("\\", "\\\\").replace("'", "\\'")
-        return [sys.executable, "-m", "train", *(TINY if tiny else ()), f"out='{quoted}'", *args]
+        given = {a.partition("=")[0] for a in args}
+        tiny = [a for a in TINY if a.partition("=")[0] not in given and "cancel" not in given]
+        return [sys.executable, "-m", "train", *tiny, f"out='{quoted}'", *args]
 
     def env(self, **more: str) -> dict[str, str]:
         env = self.cluster.env(PYTHONPATH=f"{ROOT}/src:{ROOT}", PYTHONSAFEPATH="1", **more)

@@ -28,12 +28,14 @@ def attempts(folder: Path) -> list[dict[str, Any]]:
 
 def test_dry_run_submits_nothing(cli: Cli) -> None:
     text = cli.run(
-        "nproc=2,4,8", "seed=range(7)", "name=dry", "launch.dry_run=true", "launch.nodes=2", "launch.time=90"
-    )
+        "nproc=2,4,8", "seed=range(7)", "name=dry", "launch.dry_run=true", "launch.time=1:30:00",
+        "launch.exclude=n[2]", "launch.sbatch.mail_type=END,FAIL",
+    )  # fmt: skip
     assert "21 points in 2 arrays" in text and "nothing was submitted" in text
     scripts = sorted((cli.out / "dry/.sweep/dry-run").glob("*/submission.sh"))
-    assert all("--exclude='n[7-9]'" in s.read_text() and "--mail-type=END,FAIL" in s.read_text() for s in scripts)
-    assert len(scripts) == 2 and all("#SBATCH --nodes=2\n" in s.read_text() for s in scripts)
+    assert len(scripts) == 2
+    for line in ("--nodes=1", "--exclude='n[2]'", "--mail-type=END,FAIL", "--time=1:30:00"):
+        assert all(f"#SBATCH {line}\n" in s.read_text() for s in scripts)
     assert len(cli.points("dry")) == 21 and cli.states("dry") == ["pending"] * 21
     assert not cli.cluster.jobs()
     text = cli.run(
@@ -131,6 +133,7 @@ def test_cancel_and_rerun(cli: Cli) -> None:
     assert len(cli.cluster.jobs()) == 3
 
 
+@pytest.mark.slow
 def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> None:
     args = ("nproc=1", "steps=100", "seed=1,2,3", "name=tasks", "launch.array_parallelism=1")
     p = cli.start(*args)
@@ -148,7 +151,7 @@ def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> No
     assert all(after[n] == s for n, s in before.items())
 
 
-@pytest.mark.parametrize("how", ["requeue", "usr2"])
+@pytest.mark.parametrize("how", ["requeue", pytest.param("usr2", marks=pytest.mark.slow)])
 def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     p = cli.start("nproc=1", "steps=100", "name=again")
     folder = cli.until(cli.training("again", 5), "steps")
