@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
 
-BATCH_BYTES = 24 << 20  # text parsed at once: large enough to keep two cores busy, small enough to bound memory
+BATCH_BYTES = 8 << 20  # text parsed at once: large enough to keep two cores busy, small enough to bound memory
 LARGEST = 1e15  # beyond any metric; such a number sends the file through the careful reader
 INT64 = 2**63
 NUMBER = b"0123456789.+-E"
@@ -160,7 +160,7 @@ def _from_numbers(keys: tuple[str, ...], members: list[tuple[int, bytes, int]]) 
     try:
         table = pa_csv.read_csv(
             pa.BufferReader(text),
-            read_options=pa_csv.ReadOptions(column_names=list(keys)),
+            read_options=pa_csv.ReadOptions(column_names=list(keys), use_threads=False, block_size=64 << 20),
             convert_options=pa_csv.ConvertOptions(column_types=types, null_values=[""]),
         )
     except pa.ArrowInvalid:
@@ -198,7 +198,9 @@ def _arrow(data: bytes) -> Metrics | None:
         return None  # blank lines and two objects on a line would be taken in silence
     options = pa_json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="infer")
     try:
-        table = pa_json.read_json(pa.BufferReader(data), parse_options=options)
+        table = pa_json.read_json(
+            pa.BufferReader(data), read_options=pa_json.ReadOptions(use_threads=False), parse_options=options
+        )
     except pa.ArrowInvalid:
         return None
     if table.num_rows != lines or table["step"].null_count:
