@@ -23,6 +23,9 @@ def memory_by_kind(ranked: Ranked) -> Plot | None:
     parts = {kind: np.array([row.get(kind, 0.0) for row in rows["memory_by_kind"]]) for kind in kinds}
     with context():
         fig, ax = figure((5.8, 1.4 + 0.28 * len(rows)))
+        rest = rows["peak_mem_gib"].to_numpy(float) - sum(parts.values())
+        if (rest > 0.005 * rows["peak_mem_gib"]).any():
+            parts["rest"] = np.maximum(np.nan_to_num(rest), 0)
         total = _stack(ax, parts, _names(ranked, rows))
         capacity = rows["capacity_gib"].min()
         if capacity <= 8 * total.max():
@@ -31,7 +34,8 @@ def memory_by_kind(ranked: Ranked) -> Plot | None:
         legend(fig, ax)
         heading = "Peak memory by kind"
         fig.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11)
-        return finish(fig, "memory_by_kind", heading, "The rank with the largest peak, at its peak.")
+        caption = "Rank with the largest peak. Rest: activations and buffers; on a CPU also the program itself."
+        return finish(fig, "memory_by_kind", heading, caption)
 
 
 def step_parts(ranked: Ranked) -> Plot | None:

@@ -80,7 +80,7 @@ def memory(ranked: Ranked, x: str) -> Plot | None:
 
 
 def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
-    """The capacity as a dashed line, where it would not flatten the data; as text otherwise."""
+    """The capacity as a dashed line; at the top edge, and said so, where its own place would flatten the data."""
     found = sorted(capacities.dropna().unique())
     if not found:
         return
@@ -98,22 +98,29 @@ def capacity_line(ax: Axes, capacities: pd.Series, top: float) -> None:
         )
         ax.set_ylim(0, max(capacity, top) * 1.12)
     else:
-        ax.text(
-            0.99,
-            0.98,
-            f"capacity {capacity:.4g} GiB, far above",
-            transform=ax.transAxes,
-            ha="right",
-            va="top",
+        ax.axhline(top * 1.17, color=INK, linestyle="--", linewidth=1.2)
+        ax.annotate(
+            f"capacity {capacity:.4g} GiB, far above this scale",
+            (0.01, top * 1.17),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, -4),
+            textcoords="offset points",
             fontsize=9,
+            va="top",
         )
         ax.set_ylim(0, top * 1.2)
 
 
 def _shifted(at: dict[object, float], i: int, count: int, scale: str) -> dict[object, float]:
-    """Beside each other on an axis of names, where lines would hide one another."""
-    shift = 0.5 * ((i + 0.5) / count - 0.5) if scale == "category" else 0.0
-    return {value: place + shift for value, place in at.items()}
+    """Each line a little beside the others, so that equal ones and their intervals are seen."""
+    aside = (i + 0.5) / count - 0.5  # -0.5 … 0.5
+    if scale == "category":
+        return {value: place + 0.5 * aside for value, place in at.items()}
+    low, high = min(at.values()), max(at.values())
+    width = min(0.004 * count, 0.02)  # of the axis
+    if scale == "log":
+        return {value: place * (high / low) ** (width * aside) for value, place in at.items()}
+    return {value: place + (high - low) * width * aside for value, place in at.items()}
 
 
 def _draw(
@@ -124,11 +131,11 @@ def _draw(
     ys = rows[y].to_numpy(float)
     i, count = place
     color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-    under = min(count - 1 - i, 2)  # lines below others are wider: where two coincide, both are seen
     joined = numeric(line.rows[f"cfg:{x}"])  # between names there is nothing to join
-    size = (5.0 if len(xs) <= 15 else 3.0) + 1.3 * under
+    under = min(count - 1 - i, 2)  # lines below others are wider: where two coincide, both are seen
+    size = (5.0 if len(xs) <= 15 else 3.0) + under
     style = "-" if joined else "none"
-    ax.plot(xs, ys, ls=style, color=color, marker=marker, label=line.label or None, lw=1.6 + 0.7 * under, ms=size)
+    ax.plot(xs, ys, ls=style, color=color, marker=marker, label=line.label or None, lw=1.6 + 0.8 * under, ms=size)
     half = rows["half"].to_numpy(float)
     if interval and np.isfinite(half).any():
         half = np.nan_to_num(half)
@@ -136,7 +143,7 @@ def _draw(
         if len(xs) > 15 and joined:
             ax.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
         else:
-            ax.errorbar(xs, ys, yerr=[ys - low, high - ys], fmt="none", ecolor=INK, elinewidth=1.0, capsize=3, zorder=4)
+            ax.errorbar(xs, ys, yerr=[ys - low, high - ys], fmt="none", ecolor=color, elinewidth=1.3, capsize=3)
 
 
 def _failed_marks(ax: Axes, drawn: list[Line], at: dict[object, float], x: str) -> None:

@@ -18,7 +18,7 @@ from synth import Point, folder_name, standard_grid, write_point, write_sweep
 
 from analysis.load import load
 from analysis.page import content, markdown
-from analysis.plots import against, draw
+from analysis.plots import draw, knob
 from analysis.plots.heat import heatmap
 from analysis.published import nearby
 from analysis.rank import rank
@@ -224,14 +224,30 @@ def test_several_sweeps_in_one_report(tmp_path):
     assert not (a / "report.html").exists()
 
 
-@pytest.mark.parametrize("count", [2, 50])
-def test_plots_of_few_and_of_many_points(tmp_path, count):
-    points = [Point(mb, rate=30_000 * mb / (mb + 3), seed=mb, steps=20) for mb in range(1, count + 1)]
+@pytest.mark.parametrize("count", [2, 4, 50])
+@pytest.mark.parametrize("reductions", [("zero2",), ("zero2", "zero2o", "ddp")])
+def test_every_point_and_interval_is_inside_the_axes(tmp_path, monkeypatch, count, reductions):
+    points = [
+        Point(mb, r, 30_000 * mb / (mb + 3) + 500 * i, seed=100 * i + mb, steps=20)
+        for i, r in enumerate(reductions) for mb in range(1, count + 1)
+    ]  # fmt: skip
     ranked = rank(load(write_sweep(tmp_path / "s", points)))
-    plot = against(ranked, "micro_batch", "tokens_per_s")
-    assert plot is not None
-    marks = len(re.findall(r"<use ", plot.svg.decode()))
-    assert marks >= count
+    figures = []
+    monkeypatch.setattr(knob, "finish", lambda fig, *rest: figures.append(fig))
+    knob.against(ranked, "micro_batch", "tokens_per_s")
+    knob.memory(ranked, "micro_batch")
+    for fig, y in zip(figures, ("tokens_per_s", "peak_mem_gib"), strict=True):
+        ax = fig.axes[0]
+        (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+        drawn = [line for line in ax.lines if line.get_label() in (*reductions, "_child0")]
+        assert sum(len(line.get_xdata()) for line in drawn) == count * len(reductions)
+        for line in drawn:
+            assert left < min(line.get_xdata()) and max(line.get_xdata()) < right
+        values = ranked.rows[y]
+        assert low < values.min() and values.max() < high
+        if y == "tokens_per_s":
+            assert low < ranked.rows[f"{y}_lo"].min() and ranked.rows[f"{y}_hi"].max() < high
+            assert high - low < 3 * (values.max() - values.min()) + 0.1 * values.max()  # and fills them
 
 
 def test_failed_cells_are_hatched(tmp_path):
