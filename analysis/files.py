@@ -17,7 +17,8 @@ _REACHES_ACROSS = re.compile(r"(?m)^(---|\.\.\.|%|\? )|(?:^|[\s\[{,])[&*]\w")
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file; an empty one where the file is missing, half-written, a folder or not an object."""
     try:
-        value = json.loads(path.read_bytes())
+        with open(path, "rb") as file:
+            value = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

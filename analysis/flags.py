@@ -37,6 +37,7 @@ def flags(
 ) -> tuple[str, ...]:
     """Names from `MEANING` that hold for one run, in that order. `kept`, `seconds`: metrics of the steady steps."""
     clock = kept.get("gpu/sm_clock_mhz")
+    usual = row["step_s"] if row["step_s"] == row["step_s"] else median(seconds)
     throttle = kept.get("gpu/throttle")
     telemetry = dig(summary, "telemetry") or {}
     holds = {
@@ -48,7 +49,7 @@ def flags(
         "drift": drifts,
         "short": len(seconds) < 10,
         "noisy": fit.half > 0.05,
-        "outliers": float(np.mean(seconds > 1.5 * median(seconds))) > 0.05,
+        "outliers": float(np.mean(seconds > 1.5 * usual)) > 0.05,
         "data-bound": row["data_s"] > 0.05 * row["step_s"],
         "host": bool(dig(telemetry, "host_pressure")),
         "profiled": bool(dig(summary, "profiled_steps")),

@@ -64,12 +64,12 @@ def load(paths: Path | str | Iterable[Path | str]) -> Data:
             others += foreign.read(path)
         else:
             sweeps += [s for s in find_sweeps(path) if s.path.resolve() not in {t.path.resolve() for t in sweeps}]
-    pairs = [(sweep, point) for sweep in sweeps for point in sweep.points]
+    pairs = [(sweep.name, point) for sweep in sweeps for point in sweep.points]
     metrics = jsonl.read_many(point.path / "metrics.jsonl" for _, point in pairs)
     results, configs = [], []
-    for (sweep, point), steps in zip(pairs, metrics, strict=False):
+    for (sweep_name, point), steps in zip(pairs, metrics, strict=True):
         config = {k: v for k, v in read_config(point.path / "config.yaml").items() if not _is_left_out(k)}
-        results.append(_result(sweep, point, steps, config))
+        results.append(_result(sweep_name, point, steps, config))
         configs.append(config or _from_overrides(point.overrides))
     for run in others:
         results.append(run.result)
@@ -110,12 +110,12 @@ def number_or_text(text: str) -> Any:
     return text
 
 
-def _result(sweep: SweepFolder, point: PointFolder, steps: jsonl.Metrics, config: dict[str, Any]) -> dict[str, Any]:
+def _result(sweep: str, point: PointFolder, steps: jsonl.Metrics, config: dict[str, Any]) -> dict[str, Any]:
     status = read_json(point.path / "status.json")
     summary = dig(status, "summary")
     summary = summary if isinstance(summary, dict) else {}
     row: dict[str, Any] = {
-        "sweep": sweep.name,
+        "sweep": sweep,
         "point": point.path.name,
         "path": str(point.path),
         "identity": status.get("identity") or point.identity or point.path.name,

@@ -1,6 +1,5 @@
 """One run's steps to the numbers of its row: medians over the steady part, peaks, flags. Never a mean with warm-up."""
 
-import hashlib
 import math
 from typing import Any
 
@@ -22,17 +21,12 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     Units: seconds, tokens/s over all ranks, percent, GiB. `log_median`, `log_error` and `df` are the estimate of
     tokens/s on the logarithm, from which intervals and ties follow.
     """
-    seconds = pace = steps.get("time/step")
-    if not np.isfinite(
-        seconds
-    ).any():  # another system's file may have tokens/s alone: its inverse shows warm-up as well
-        pace = 1 / steps.get("perf/throughput")
-    timed = np.isfinite(pace) & (pace > 0)
-    when = steady(pace[timed])
-    whole = bool(timed.all())
-    kept = {name: (values if whole else values[timed])[when.start :] for name, values in steps.columns.items()}
-    if int(timed.sum()) - when.start < MIN_STEPS:
-        kept = {}
+    pace, timed = _pace(steps)
+    when = steady(pace)
+    kept = {}
+    if len(pace) - when.start >= MIN_STEPS:
+        whole = len(pace) == steps.steps
+        kept = {name: (values if whole else values[timed])[when.start :] for name, values in steps.columns.items()}
     medians = _medians(kept)
     nproc = number(config.get("nproc"))
     tokens_per_step = number(summary.get("tokens_per_step"))
@@ -59,11 +53,11 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "dropped_why": when.why,
         "rho": fit.rho if fit else NAN,
         "damaged_lines": steps.damaged,
-        "steps_s": float(np.nansum(seconds)),
-        "dropped_s": float(seconds[timed][: when.start].sum()) if np.isfinite(seconds).any() else NAN,
+        "steps_s": float(pace.sum()) if "time/step" in steps.columns else NAN,
+        "dropped_s": float(pace[: when.start].sum()) if "time/step" in steps.columns else NAN,
         "step_parts": _parts(medians),
         "memory_by_kind": _kinds(summary),
-        "digest": _digest(pace[timed]),
+        "digest": _digest(pace),
         **_device(medians),
         **_seconds(summary),
         "params": number(summary.get("params")),
@@ -73,8 +67,22 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "precision_used": summary.get("precision"),
         "attention_backend": summary.get("attention_backend"),
     }
-    row["flags"] = flags(row, kept, pace[timed][when.start :], when.drifts, fit, summary) if fit else ()
+    row["flags"] = flags(row, kept, pace[when.start :], when.drifts, fit, summary) if fit else ()
     return row
+
+
+def _pace(steps: Metrics) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of the steps that have them, and which steps these are.
+
+    Another system's file may have tokens/s alone: its inverse, not in seconds, shows warm-up as well.
+    """
+    if "time/step" in steps.columns:
+        pace = steps.columns["time/step"]
+    else:
+        with np.errstate(divide="ignore"):
+            pace = 1 / steps.get("perf/throughput")
+    timed = (pace > 0) & (pace < np.inf)  # false for NaN
+    return (pace, timed) if timed.all() else (pace[timed], timed)
 
 
 def _rate(kept: dict[str, np.ndarray], tokens_per_step: float) -> np.ndarray:
@@ -84,7 +92,8 @@ def _rate(kept: dict[str, np.ndarray], tokens_per_step: float) -> np.ndarray:
         rate = tokens_per_step / kept["time/step"]
     if rate is None:
         return np.zeros(0)
-    return rate[np.isfinite(rate) & (rate > 0)]
+    good = (rate > 0) & (rate < np.inf)
+    return rate if good.all() else rate[good]
 
 
 def _tokens_per_step(config: dict[str, Any]) -> float:
@@ -117,8 +126,8 @@ def _memory(steps: Metrics, summary: dict[str, Any]) -> dict[str, Any]:
     """The largest over ranks, never their sum; inside the steps, and over the whole round."""
     inside = numbers(summary.get("rank_step_peak_mem_gib"))
     whole = numbers(summary.get("rank_peak_mem_gib"))
-    column = steps.get("perf/peak_memory")
-    seen = float(np.nanmax(column)) if np.isfinite(column).any() else NAN
+    column = steps.columns.get("perf/peak_memory")
+    seen = float(np.fmax.reduce(column)) if column is not None else NAN
     return {
         "peak_mem_gib": max(inside) if inside else seen,
         "round_peak_mem_gib": max(whole) if whole else NAN,
@@ -136,8 +145,10 @@ def _parts(medians: dict[str, float]) -> dict[str, float]:
 
 
 def _kinds(summary: dict[str, Any]) -> dict[str, float]:
-    """`memory_by_kind_gib` of the summary: GiB of weights, gradients, … on the rank with the largest peak."""
-    kinds = dig(summary, "memory_by_kind_gib")
+    """From `memory_by_kind`, a list over ranks: GiB of weights, gradients, … on the rank that holds most."""
+    ranks = summary.get("memory_by_kind")
+    ranks = [r for r in ranks if isinstance(r, dict)] if isinstance(ranks, list) else []
+    kinds = max(ranks, key=lambda r: sum(v for v in map(number, r.values()) if v == v), default=None)
     return {str(k): number(v) for k, v in kinds.items() if number(v) >= 0} if isinstance(kinds, dict) else {}
 
 
@@ -151,18 +162,19 @@ def _seconds(summary: dict[str, Any]) -> dict[str, float]:
 
 
 def _medians(kept: dict[str, np.ndarray]) -> dict[str, float]:
-    """Median of every metric over the steady steps; columns without gaps are sorted together, which is faster."""
-    full = [name for name, values in kept.items() if np.isfinite(values).all()]
-    found = {}
-    if full and len(kept[full[0]]):
-        ordered = np.stack([kept[name] for name in full])
-        ordered.sort(axis=1)
-        n = ordered.shape[1]
-        found = dict(zip(full, ((ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2).tolist(), strict=True))
-    for name in kept.keys() - found.keys():
-        finite = kept[name][np.isfinite(kept[name])]
-        if len(finite):
-            found[name] = median(finite)
+    """Median of every metric over the steady steps, all sorted together, which is faster; gaps don't count."""
+    if not kept:
+        return {}
+    ordered = np.stack(list(kept.values()))
+    gaps = ~np.isfinite(ordered).all(axis=1)
+    ordered.sort(axis=1)
+    n = ordered.shape[1]
+    middle = ((ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2).tolist()
+    found = dict(zip(kept, middle, strict=True))
+    for name, gap in zip(kept, gaps.tolist(), strict=True):
+        if gap:
+            finite = kept[name][np.isfinite(kept[name])]
+            found[name] = median(finite) if len(finite) else NAN
     return found
 
 
@@ -171,5 +183,6 @@ def _last(values: np.ndarray) -> float:
     return float(finite[-1]) if len(finite) else NAN
 
 
-def _digest(seconds: np.ndarray) -> str:
-    return hashlib.sha256(seconds.tobytes()).hexdigest()[:16] if len(seconds) > 2 else ""
+def _digest(pace: np.ndarray) -> str:
+    """Equal for copies of a run, and never for two runs: the sum of the step times, to the last bit, and their number."""
+    return f"{len(pace)}:{float(pace.sum())!r}:{float(pace[-1])!r}" if len(pace) > 2 else ""

@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--recipe", default="dense_1b_h200")
     parser.add_argument("--override", action="append", default=[], help="more KEY=VALUE for the replayed run")
+    parser.add_argument("--tests", default="tests", help="where the GPU tests are; fewer prove less")
     parser.add_argument("--limit", type=float, default=240, help="seconds a step may take")
     args = parser.parse_args()
     out = args.out.resolve()
@@ -113,7 +114,17 @@ def main() -> int:
     python = sys.executable
     several = int(subprocess.check_output([python, "-c", "import torch; print(torch.cuda.device_count())"])) > 1
     which = "gpu" if several else "gpu and not two_gpus"
-    pytest = ["-m", "pytest", "-q", "-m", which, "-p", "no:cacheprovider", f"--junitxml={out / 'gpu_tests.xml'}"]
+    pytest = [
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        which,
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={out / 'gpu_tests.xml'}",
+        args.tests,
+    ]
     train = ["-m", "train", f"recipe={args.recipe}", "replay=true", f"steps={args.steps}", f"device={args.device}",
              f"out={out}", "name=replayed", *args.override]  # fmt: skip
     steps = [

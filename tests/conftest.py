@@ -1,8 +1,17 @@
 """GPU tests run where a GPU is; with REQUIRE_GPU=1 a missing one is a failure, so that a proof can't pass by skipping."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
+
+# one sweep at a time uses a host's devices, under a lock in the temporary folder: each pytest worker has a folder of its own
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    own = Path(tempfile.gettempdir()) / f"mfu-{os.getuid()}-{worker}"
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(own)
+    tempfile.tempdir = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

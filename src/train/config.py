@@ -84,7 +84,19 @@ class Memory:
     """What is traded for memory."""
 
     name: str = "???"
-    recompute: str = "none"  # none | full: activations recomputed per layer in backward
+    # which activations backward computes again: none | full (a layer keeps its input) | selective (and what `targets`
+    # name) | budget (what torch picks for `budget`, under compile)
+    recompute: str = "none"
+    every: int = 1  # full, selective: in every n-th layer only
+    # selective: operators (aten::mm) or namespaces whose results are kept; null: the list in memory/recompute.py
+    targets: Optional[list[str]] = None
+    budget: Optional[float] = None  # budget: share of the saved activations that is kept, 0..1
+    activation_offload: bool = False  # what a layer saves for backward waits in host memory
+    max_inflight_activations: int = 5  # saved tensors that may be on their way at once, each way
+    optimizer_offload: str = "none"  # none | optimizer (its state) | full (gradients, fp32 masters and state)
+    lm_head_chunk: Optional[int] = None  # tokens whose logits exist at once; null: all
+    lm_head_kernel: str = "own"  # own | torch (F.linear_cross_entropy, where torch has it)
+    snapshot: bool = False  # keep torch's memory snapshot of one step (a pickle a rank)
 
 
 @dataclass
@@ -128,6 +140,8 @@ class Optim:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: Optional[float] = 1.0  # gradient clipping by total norm; null for none
+    state_dtype: Optional[str] = None  # fp32 | bf16: of the moments between steps; null: as the master weights
+    grad_dtype: Optional[str] = None  # fp32 | bf16: gradients add up in it; null: the weights' (fsdp: the masters')
 
 
 @dataclass

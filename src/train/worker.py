@@ -22,9 +22,10 @@ from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
 from train.measure import fabric, flops, manifest, memory, peaks, telemetry
+from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
-from train.memory import recompute
+from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
@@ -82,12 +83,14 @@ class Rank:
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
-        recompute.apply(model, cfg.memory)
+        levers.apply(model, cfg.memory, self.device)
         if cfg.compile.name == "layer":
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them
             self.replay = passes.Replay(model, self.device)
         self._reduction(model)
+        kept = self.folder / f"memory-rank{self.rank}.pickle"
+        self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
         assert cfg.global_batch is not None and cfg.grad_accum is not None
         self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
         if getattr(self.source, "repeated", False) and self.rank == 0:
@@ -128,7 +131,7 @@ class Rank:
         """FLOPs, peak and the host-side group that step times travel over."""
         cfg = self.cfg
         assert cfg.global_batch is not None
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute)
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, self.attention)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
@@ -197,6 +200,7 @@ class Rank:
         assert accum is not None
         total: torch.Tensor | None = None
         data_s = 0.0
+        self.dp.announce(self.lr(step))
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)
@@ -207,6 +211,7 @@ class Rank:
             part = loss.detach() / accum
             total = part if total is None else total + part
         assert total is not None
+        self.breakdown.backward_done()
         return total, self.dp.step(self.lr(step)), data_s
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
@@ -235,7 +240,7 @@ class Rank:
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
-            with self.faults.at(step, self.dp.module):
+            with self.faults.at(step, self.dp.module), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             self.after_step(step, meter)
@@ -315,6 +320,7 @@ class Rank:
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
+        result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

@@ -130,7 +130,7 @@ def test_any_key_of_status_may_be_missing_or_odd(tmp_path, key, value):
         "rank_step_peak_mem_gib",
         "seconds",
         "telemetry",
-        "memory_by_kind_gib",
+        "memory_by_kind",
     ],
 )
 @pytest.mark.parametrize("value", [None, [], {}, "text", 3, [None, "x"]])

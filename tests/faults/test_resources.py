@@ -157,7 +157,8 @@ def test_clock_jumps(tmp_path: Path, jump: str) -> None:
     offset = tmp_path / "offset"
     offset.write_text("+0")
     env = {
-        "LD_PRELOAD": str(library), "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1", "DONT_FAKE_MONOTONIC": "1",
+        "LD_PRELOAD": str(library), "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1",
+        "DONT_FAKE_MONOTONIC": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }  # fmt: skip
     command = Command(tmp_path, "name=j", *TINY, "seed=0,1,2", "steps=300", env=env)

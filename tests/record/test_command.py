@@ -93,7 +93,7 @@ def test_a_point_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path: Path
     assert whole.returncode == 0, whole.stdout + whole.stderr
     command = [sys.executable, "-m", "train", *common, "name=cut"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
-    sweep, deadline = tmp_path / "outputs" / "cut", time.monotonic() + 60
+    sweep, deadline = tmp_path / "outputs" / "cut", time.monotonic() + 150
     while not any(checkpoint.complete(p) for p in sweep.glob("*-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

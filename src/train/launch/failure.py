@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from train.config import ConfigError
+from train.launch import limits
 from train.measure import memory
 from train.measure.metrics import NonFinite
 
@@ -75,8 +76,8 @@ def memory_now(device: Optional[torch.device], text: str) -> dict[str, Any]:
 
 def _limited(error: BaseException) -> bool:
     """Did the rank run into a limit on processes or open files? Libraries often lose the system's own error."""
-    limits = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
-    if getattr(error, "errno", None) in limits or "can't start new thread" in str(error):
+    numbers = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+    if getattr(error, "errno", None) in numbers or "can't start new thread" in str(error):
         return True
     try:
         return (
@@ -107,7 +108,7 @@ def describe(error: BaseException, step: int, device: Optional[torch.device]) ->
         record["where"] = what
         message = f"out of {what} memory: {', '.join(parts)}"
     elif _limited(error):
-        record["limits"] = True  # the supervisor names the limits
+        record["limits"] = limits.named()  # this rank's own, for the reason
     record["message"] = message
     record["pid"] = os.getpid()
     return record

@@ -254,7 +254,9 @@ class Supervisor:
                 )
         if verdict.status == "crashed" and end is not None:
             tail = _tail(self.logs / f"rank{end.rank}.log")
-            if (end.error or {}).get("limits") or any(word in tail for word in LIMIT_WORDS):
+            if own := (end.error or {}).get("limits"):
+                verdict.reason += own
+            elif any(word in tail for word in LIMIT_WORDS):
                 verdict.reason += limits.named()
         return verdict
 
@@ -274,7 +276,7 @@ class Supervisor:
         summary: dict[str, Any] = results[0].get("summary", {})
         if lead := _read(self.scratch / "summary.json"):
             summary = lead | summary
-        for key in ("rank_peak_mem_gib", "rank_step_peak_mem_gib"):
+        for key in sorted(set(results[0]) - {"summary"}):
             if len(results) == self.world and all(key in r for r in results):
                 summary[key] = [r[key] for r in results]
         if telemetry := self.telemetry.end():

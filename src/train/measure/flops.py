@@ -5,11 +5,12 @@ Conventions (each counts matmuls only, and the backward of a matmul as two of it
               T x T square. N are the matmul parameters: the embedding lookup is none, the LM head is one.
   mfu_causal  the same with half the attention: what a causal kernel has to compute.
   hfu         mfu plus what recompute really runs again, attention over the whole square too. Full recompute runs a
-              layer's forward again save its last matmul (w_down), whose output backward doesn't need. What a fused
-              attention kernel recomputes inside its own backward is counted in none of them.
+              layer's forward again save its last matmul (w_down), whose output backward doesn't need; selective what
+              it doesn't keep. What a fused attention kernel recomputes inside its own backward is counted in none of
+              them. Left out for memory.recompute=budget, where torch's partitioner decides.
 """
 
-from train.config import ConfigError, Model
+from train.config import ConfigError, Memory, Model
 
 
 def matmul_params(model: Model) -> int:
@@ -23,21 +24,45 @@ def param_count(model: Model) -> int:
     return matmul_params(model) + norms + (0 if model.tied else model.vocab * model.dim)
 
 
-def flops_per_token(model: Model, seq_len: int, recompute: str = "none") -> dict[str, float]:
+def flops_per_token(
+    model: Model, seq_len: int, recompute: str = "none", memory: Memory | None = None, attention: str = "flash"
+) -> dict[str, float]:
     """{mfu, mfu_causal, hfu}: FLOPs a token costs, forward and backward, under each convention above.
 
-    Raises ConfigError for an unknown memory.recompute.
+    `memory`: its every and targets count too; `attention`: the path that runs (selective recompute keeps the kernels'
+    results, not math's). Raises ConfigError for an unknown memory.recompute.
     """
-    if recompute not in ("none", "full"):
-        raise ConfigError("memory.recompute", recompute, "valid: none, full")
+    if recompute not in ("none", "full", "selective", "budget"):
+        raise ConfigError("memory.recompute", recompute, "valid: none, full, selective, budget")
     attention_forward = 4 * model.layers * model.heads * model.head_dim * seq_len  # q k^T and p v
     mfu = 6 * matmul_params(model) + 3 * attention_forward
-    again = 2 * model.layers * (_layer_matmul_params(model) - model.dim * model.ffn) + attention_forward
-    return {
-        "mfu": float(mfu),
-        "mfu_causal": mfu - 1.5 * attention_forward,
-        "hfu": float(mfu + (again if recompute == "full" else 0)),
-    }
+    found = {"mfu": float(mfu), "mfu_causal": mfu - 1.5 * attention_forward}
+    every, targets = (1, None) if memory is None else (memory.every, memory.targets)
+    if recompute == "none":
+        again = 0.0
+    elif recompute == "full":
+        again = 2 * (_layer_matmul_params(model) - model.dim * model.ffn) + attention_forward / model.layers
+    elif recompute == "selective":
+        again = _selective(model, targets) + (0 if _keeps(attention, targets) else attention_forward / model.layers)
+    else:
+        return found
+    return found | {"hfu": mfu + -(-model.layers // every) * again}
+
+
+def _selective(model: Model, targets: list[str] | None) -> float:
+    """Matmul FLOPs of a layer and token that selective recompute runs again (w_down's result is never needed)."""
+    if targets is not None:
+        return 0.0 if "aten::mm" in targets else 2.0 * (_layer_matmul_params(model) - model.dim * model.ffn)
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    square = 2 * (q == model.dim) + 2 * (kv == model.dim) + 2 * (model.ffn == model.dim)  # wq, wo; wk, wv; gate, up
+    return 2.0 * square * model.dim**2
+
+
+def _keeps(attention: str, targets: list[str] | None) -> bool:
+    """Whether the results of an attention path are kept."""
+    if attention == "math" or targets is None:
+        return attention != "math"
+    return any("attention" in t and (attention in t or t == "torch_attn") for t in targets)
 
 
 def _layer_matmul_params(model: Model) -> int:

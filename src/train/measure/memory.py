@@ -18,6 +18,11 @@ def peak(device: torch.device) -> float:
     """Largest allocated device memory since the last start_step, or the process's peak resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
+    return host_peak()
+
+
+def host_peak() -> float:
+    """Largest resident set of this process so far, pinned buffers included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 

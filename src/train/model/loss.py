@@ -1,8 +1,17 @@
-"""The LM head and its cross-entropy, one function so that Inductor can fuse it."""
+"""The LM head and its cross-entropy: in one piece, so that Inductor can fuse it, or over chunks of tokens, so that the
+logits [tokens, vocab] never exist at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from train import config
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [B, T, dim], weight [vocab, dim], targets [B, T] → 0-dim
 
 
 def lm_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -12,4 +21,103 @@ def lm_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     mode it is the largest activation of a step: 4 bytes x tokens x vocab.
     """
     logits = F.linear(hidden, weight).flatten(0, 1)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
+    return F.cross_entropy(logits.to(_wide(logits.dtype)), targets.flatten())
+
+
+def build(cfg: config.Memory) -> Loss:
+    """The head that memory.lm_head_chunk and memory.lm_head_kernel ask for.
+
+    Raises ConfigError for a kernel that the installed torch doesn't have.
+    """
+    if cfg.lm_head_kernel == "torch" and not hasattr(F, "linear_cross_entropy"):
+        raise config.ConfigError(
+            "memory.lm_head_kernel", "torch", f"torch {torch.__version__} has no linear_cross_entropy; set it to own"
+        )
+    if cfg.lm_head_chunk is None:
+        return lm_loss
+    if cfg.lm_head_kernel == "torch":
+        return functools.partial(torch_loss, chunk=cfg.lm_head_chunk)
+    return functools.partial(chunked_loss, chunk=cfg.lm_head_chunk)
+
+
+def compiled(loss: Loss) -> Loss:
+    """The same head with Inductor's kernels. Of a chunked head the pointwise part alone: its matmuls are the library's
+    and its loop would be unrolled."""
+    if loss is lm_loss:
+        return torch.compile(lm_loss, fullgraph=True)
+    if isinstance(loss, functools.partial) and loss.func is chunked_loss:
+        return functools.partial(loss, pointwise=torch.compile(_loss_and_slope, fullgraph=True, dynamic=False))
+    return loss  # torch's own chunked head is one operator
+
+
+def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """`lm_loss` by torch's own chunked head (torch 2.13 has it)."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy="accurate", chunking_method=None)
+    return F.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), options=options)
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, pointwise: Any = None) -> Tensor:
+    """`lm_loss` with the logits of `chunk` tokens at a time, in forward and in backward.
+
+    Equal to it but for the order in which the weight's gradient is added up: in fp32 over chunks (fp64 for fp64).
+    """
+    return _Chunked.apply(hidden, weight, targets, chunk, pointwise or _loss_and_slope)
+
+
+class _Chunked(torch.autograd.Function):
+    """Gradients are computed beside the loss, while a chunk's logits are there: no logits are computed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, pointwise: Any) -> Tensor:
+        x, y = hidden.flatten(0, 1), targets.flatten()  # [N, dim], [N]
+        wide = _wide(weight.dtype)
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        total = torch.zeros((), dtype=wide, device=x.device)
+        grad_x = torch.empty_like(x) if want_x else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            loss, slope = pointwise(x[rows] @ weight.t(), y[rows], 1 / len(x))
+            total += loss
+            if grad_x is not None:
+                torch.mm(slope, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                _add_mm(grad_weight, slope.t(), x[rows])
+            del slope
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        scale = outputs[0]
+        if grad_x is not None:
+            grad_x = (grad_x * scale.to(grad_x.dtype)).view(ctx.shape)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.dtype)
+        return grad_x, grad_weight, None, None, None
+
+
+def _loss_and_slope(logits: Tensor, targets: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """logits [n, vocab], targets [n] → (sum of cross-entropies x weight, its gradient in the logits, in their dtype)."""
+    log_p = torch.log_softmax(logits.to(_wide(logits.dtype)), -1)
+    at = targets[:, None]
+    loss = -log_p.gather(1, at).sum() * weight
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    slope = torch.where(columns == at, log_p.exp() - 1, log_p.exp()) * weight
+    return loss, slope.to(logits.dtype)
+
+
+def _add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, added in total's dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:  # low-precision inputs, fp32 sum and result in one kernel
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -5,16 +5,18 @@ fused QKV or gate/up), so that no backward writes through a concatenation and ev
 """
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from train import config, seeds
 from train.model import rope
 from train.model.attention import attend
-from train.model.loss import lm_loss
+from train.model.loss import compiled, lm_loss
 
 
 class Attention(nn.Module):
@@ -57,16 +59,15 @@ class Block(nn.Module):
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
-        self.recompute = False  # see train.memory.recompute
+        self.recompute: Callable[..., Tensor] | None = None  # see train.memory.recompute
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.recompute:
-            # no random numbers in a layer, so nothing of the generators' state to keep
-            return checkpoint(self._layer, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute is not None:
+            return self.recompute(self._layer, x, cos, sin)
         return self._layer(x, cos, sin)
 
     def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -85,20 +86,22 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.layers))
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
-        self.loss = lm_loss
+        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
+        self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.layers:
             cos, sin = rope.tables(self.cfg, tokens.shape[1], x.dtype, x.device)
-            x = block(x, cos, sin)
+            with self.saving(x):
+                x = block(x, cos, sin)
         return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
 
     def compile_layers(self) -> None:
         """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss."""
         for block in self.layers:
             block.compile(fullgraph=True)
-        self.loss = torch.compile(lm_loss, fullgraph=True)
+        self.loss = compiled(self.loss)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

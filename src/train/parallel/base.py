@@ -19,10 +19,15 @@ class DataParallel(ABC):
 
     module: Callable[..., Any]  # what the loop calls: the model itself or a wrapper of it
     meter: Meter
+    _next_lr: float | None = None
 
     @abstractmethod
     def micro_step(self, index: int, count: int) -> AbstractContextManager[None]:
         """Around forward and backward of micro-batch `index` of `count` in a step."""
+
+    def announce(self, lr: float) -> None:
+        """What the coming `step` will be called with, for optimizers that update in backward."""
+        self._next_lr = lr
 
     @abstractmethod
     def step(self, lr: float) -> Tensor:

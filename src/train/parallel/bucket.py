@@ -1,6 +1,6 @@
 """A bucket: consecutive parameters in one flat buffer of weights, cut into one contiguous slice for each rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from train.parallel.adamw import Piece, master_dtype
 
+Master = Callable[[Tensor, torch.dtype], Tensor]  # a weight's master copy, wherever it is kept
 ALIGN = 128  # elements; 256 bytes in bf16, so that a parameter inside a buffer is as well aligned as one of its own
 
 
@@ -29,7 +30,9 @@ class Bucket:
     Gaps between parameters and at the end hold zeros: they are reduced and gathered along and belong to no parameter.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], world: int, rank: int) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], world: int, rank: int, master: Master = torch.Tensor.to
+    ) -> None:
         first = named[0][1]
         self.slots: list[Slot] = []
         end = 0
@@ -44,7 +47,7 @@ class Bucket:
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
         self.own = self.weight[rank * self.shard : (rank + 1) * self.shard]
-        self.master = self.own.to(master_dtype(first.dtype))
+        self.master = master(self.own, master_dtype(first.dtype))
         self.gaps = [self.weight.new_zeros(gap) for gap in self._gaps()]  # what follows each parameter, as gradients
         self.grad: Tensor | None = None  # this rank's slice of the sum over ranks, [shard] in the master's dtype
 
@@ -88,7 +91,9 @@ class Bucket:
         return (end - slot.start - slot.numel for slot, end in zip(self.slots, ends, strict=True))
 
 
-def make_buckets(named: Sequence[tuple[str, nn.Parameter]], mib: float, world: int, rank: int) -> list[Bucket]:
+def make_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], mib: float, world: int, rank: int, master: Master = torch.Tensor.to
+) -> list[Bucket]:
     """Buckets of at most `mib` MiB of gradients (a larger parameter gets one of its own) in reverse order of registration:
     about the order in which backward finishes gradients. All parameters of a bucket have one dtype."""
     buckets: list[Bucket] = []
@@ -97,11 +102,11 @@ def make_buckets(named: Sequence[tuple[str, nn.Parameter]], mib: float, world: i
     for name, p in reversed(named):
         nbytes = p.numel() * p.element_size()
         if group and (size + nbytes > mib * 2**20 or p.dtype != group[0][1].dtype):
-            buckets.append(Bucket(group, world, rank))
+            buckets.append(Bucket(group, world, rank, master))
             group, size = [], 0
         group.append((name, p))
         size += nbytes
-    return [*buckets, Bucket(group, world, rank)] if group else buckets
+    return [*buckets, Bucket(group, world, rank, master)] if group else buckets
 
 
 def _aligned(n: int) -> int:

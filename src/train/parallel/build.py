@@ -33,6 +33,12 @@ def build(
     that can't be.
     """
     mesh.resolve(cfg, world_size)
+    if cfg.optim.grad_dtype == "fp32":  # gradients add up, over micro-batches and ranks, in more than bf16's 8 bits
+        if not hasattr(torch.Tensor, "grad_dtype"):
+            raise config.ConfigError("optim.grad_dtype", "fp32", f"torch {torch.__version__} ties it to the weights'")
+        for p in model.parameters():
+            if p.dtype == torch.bfloat16:
+                p.grad_dtype = torch.float32
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 

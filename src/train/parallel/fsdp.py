@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train import config
+from train.memory.host import HostOptimizer
+from train.memory.optimizer import Optimizers
 from train.parallel import collectives, mesh
 from train.parallel.adamw import AdamW, Piece, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
@@ -38,6 +40,7 @@ class Fsdp(DataParallel):
         group: Any = None,
     ) -> None:
         self._optim, self._device, self._compute = cfg.optim, device, compute
+        self._full = cfg.memory.optimizer_offload == "full"
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -58,19 +61,26 @@ class Fsdp(DataParallel):
         self.module: Any = self._wrap(model, devices)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
-        self._owner = AdamW(self._pieces, cfg.optim)
+        self._owner = Optimizers(cfg, device).make(self._pieces)
         self._micro_batches = 0
 
     def _wrap(self, model: nn.Module, devices: DeviceMesh) -> FSDPModule:
         stored = next(model.parameters()).dtype
         mixed = self._compute != stored
         policy = MixedPrecisionPolicy(
-            param_dtype=self._compute if mixed else None, reduce_dtype=stored if mixed else None
+            param_dtype=self._compute if mixed else None,
+            reduce_dtype=stored if mixed and self._optim.grad_dtype != "bf16" else None,
         )
+        # masters, and gradients as they are reduced, in host memory; on a CPU that is where they are
+        offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
         for block in self._blocks:
-            fully_shard(block, mesh=devices, mp_policy=policy, reshard_after_forward=not self._keep)
-        return fully_shard(model, mesh=devices, mp_policy=policy, reshard_after_forward=not self._keep)
+            fully_shard(
+                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+            )
+        return fully_shard(
+            model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+        )
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
@@ -91,12 +101,14 @@ class Fsdp(DataParallel):
                 grad = p.grad
                 grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
             p.grad = None
-        own = norms(grads, self._device).square().sum().view(1)
+        own = norms(grads, self._device).to(self._device).square().sum().view(1)
         parts = own.new_empty(self._shards)
         collectives.all_gather(parts, own, group=self._group)
         norm = parts.sum().sqrt()
         dtype = self._pieces[0].tensor.dtype
         self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
+        if isinstance(self._owner, HostOptimizer):
+            self._owner.finish()
         return norm.to(dtype)
 
     @torch.no_grad()
@@ -104,6 +116,7 @@ class Fsdp(DataParallel):
         whole = {}
         for (name, p), piece in zip(self._named, self._pieces, strict=True):
             local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor
+            local = local.to(self._device)
             sharded = DTensor.from_local(
                 local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )

@@ -1,6 +1,6 @@
 """All state on every rank: ddp, and every reduction but fsdp on one rank, where nothing has to be reduced."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train import config
+from train.memory.host import HostOptimizer
+from train.memory.optimizer import Optimizers
 from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype, norms
 from train.parallel.base import DataParallel, trainable
 from train.parallel.traffic import Meter
@@ -26,7 +28,14 @@ class Replicated(DataParallel):
         self._world, self._optim, self._device, self._group = world_size, cfg.optim, device, group
         self._named = trainable(model)
         self.meter = Meter(device)
-        self._updates = [_Update(chunk, cfg.optim) for chunk in _chunks(self._named)]
+        optimizers = Optimizers(cfg, device)
+        self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
+        self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
+        self._last = True
+        if world_size == 1:  # DDP keeps gradients in its buckets until all ranks' are added up
+            for update, owner in zip(self._updates, self._offloaded, strict=bool(self._offloaded)):
+                for index, p in enumerate(update.parameters):
+                    p.register_post_accumulate_grad_hook(self._deliver(owner, index))
         self._compute_done = self.meter.mark()
         self.module: Any = model
         if world_size > 1:
@@ -54,7 +63,7 @@ class Replicated(DataParallel):
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
-        last = index == count - 1
+        last = self._last = index == count - 1
         with nullcontext() if last or self._world == 1 else self.module.no_sync():
             yield
         if last and self._world > 1:  # backward returns once the last bucket is reduced
@@ -62,6 +71,8 @@ class Replicated(DataParallel):
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
+        if self._offloaded:
+            return self._offloaded_step(lr)
         for _, p in self._named:
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
@@ -71,6 +82,27 @@ class Replicated(DataParallel):
             update.run(scale, lr)
         self.meter.end_step()
         return norm.to(self._updates[0].dtype)
+
+    def _offloaded_step(self, lr: float) -> Tensor:
+        """The host's optimizers, most of which may have begun in backward."""
+        for update in self._updates:
+            update.send((1 / self._world, lr))
+        square = 0.0
+        for owner in self._offloaded:
+            owner.finish()
+            square += owner.square
+        self._next_lr = None
+        self.meter.end_step()
+        return torch.tensor(square**0.5, dtype=self._updates[0].dtype, device=self._device)
+
+    def _deliver(self, owner: HostOptimizer, index: int) -> Callable[[Tensor], None]:
+        def gradient_is_in(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            now = self._last and self._next_lr is not None
+            owner.deliver(index, parameter.grad, (1.0, self._next_lr or 0.0) if now else None)
+            parameter.grad = None
+
+        return gradient_is_in
 
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
@@ -90,19 +122,29 @@ class Replicated(DataParallel):
 class _Update:
     """AdamW of some parameters on their masters."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], optim: config.Optim) -> None:
+    def __init__(self, named: list[tuple[str, nn.Parameter]], optimizers: Optimizers) -> None:
         self.weights = [p.detach() for _, p in named]
         self.parameters = [p for _, p in named]
         self.dtype = master_dtype(self.weights[0].dtype)
-        self.copies = self.weights[0].dtype != self.dtype
-        masters = [w.to(self.dtype) for w in self.weights]  # the weights themselves unless they are bf16
-        self.owner = AdamW([Piece(n, m, m.ndim >= 2) for (n, _), m in zip(named, masters)], optim)
+        masters = [optimizers.master(w, self.dtype) for w in self.weights]  # on the device, fp32 weights themselves
+        self.copies = masters[0] is not self.weights[0]
+        pieces = [Piece(n, m, m.ndim >= 2) for (n, _), m in zip(named, masters)]
+        self.owner = optimizers.make(pieces, self.weights)
+
+    def send(self, update: tuple[float, float]) -> None:
+        """To a HostOptimizer: the gradients that it doesn't have yet, and that there are no more."""
+        assert isinstance(self.owner, HostOptimizer)
+        for index, p in enumerate(self.parameters):
+            if p.grad is not None:
+                self.owner.deliver(index, p.grad, update)
+                p.grad = None
+        self.owner.complete(update)
 
     def run(self, scale: Tensor, lr: float) -> None:
         grads: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
         for p in self.parameters:
             p.grad = None
-        if self.copies:
+        if grads[0].dtype != self.dtype:
             low, grads = grads, [torch.empty_like(m) for m in self.owner.tensors]
             torch._foreach_copy_(grads, low)
             del low

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from train import config
+from train.memory.host import HostOptimizer
+from train.memory.optimizer import Optimizers
 from train.parallel import collectives
 from train.parallel.adamw import AdamW, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
@@ -35,10 +37,11 @@ class Zero2(DataParallel):
         self._world, self._device, self._optim, self._group = world, device, cfg.optim, group
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
-        self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank)
+        optimizers = Optimizers(cfg, device)
+        self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master)
         self._lane = Lane(device, self.meter)
         self._gather = WeightGather(model, self._buckets, self._lane, self.meter, group)
-        self._updates = [_Update(group, cfg.optim) for group in _groups(self._gather.buckets)]
+        self._updates = [_Update(part, optimizers) for part in _groups(self._gather.buckets)]
         self._queue: list[tuple[Bucket, Any, Tensor]] = []  # issued and not yet summed (CPU)
         self._missing = [0] * len(self._buckets)  # gradients that a bucket still waits for in this micro-batch
         self._next = 0  # buckets are issued in this one order on every rank, whatever the order of their gradients
@@ -114,7 +117,13 @@ class Zero2(DataParallel):
         norm = self._norm() / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
-            update.run(scale, lr)
+            if isinstance(update.owner, HostOptimizer):
+                update.run(scale, lr)  # all of them travel and are updated while the first ones are waited for
+        for update in self._updates:
+            if isinstance(update.owner, HostOptimizer):
+                update.owner.finish()
+            else:
+                update.run(scale, lr)
             self._gather.start(update.buckets)
         self.meter.end_step()
         return norm.to(self._buckets[0].master.dtype)
@@ -132,7 +141,7 @@ class Zero2(DataParallel):
         whole: dict[str, Tensor] = {}
         for update in self._updates:
             for bucket in update.buckets:
-                shard = torch.zeros_like(bucket.master)
+                shard = torch.zeros_like(bucket.own, dtype=bucket.master.dtype)
                 for (_, low, high), piece in zip(bucket.owned(), update.pieces[bucket], strict=True):
                     shard[low:high] = update.owner.state(piece, kind)
                 shards = shard.new_empty(self._world * bucket.shard)
@@ -161,21 +170,23 @@ class Zero2(DataParallel):
 class _Update:
     """AdamW of some buckets' masters in one call."""
 
-    def __init__(self, buckets: list[Bucket], optim: config.Optim) -> None:
+    def __init__(self, buckets: list[Bucket], optimizers: Optimizers) -> None:
         self.buckets = buckets
         self.pieces = {bucket: bucket.pieces() for bucket in buckets}
-        self.owner = AdamW([piece for bucket in buckets for piece in self.pieces[bucket]], optim)
+        pieces = [piece for bucket in buckets for piece in self.pieces[bucket]]
+        self.owner = optimizers.make(pieces, [b.own[low:high] for b in buckets for _, low, high in b.owned()])
 
     def run(self, scale: Tensor, lr: float) -> None:
         grads = [grad for bucket in self.buckets for grad in bucket.grad_pieces()]
         self.owner.step(grads, scale.to(self.buckets[0].master.dtype), lr)
         for bucket in self.buckets:
             bucket.grad = None
-        self.publish()
+        if not isinstance(self.owner, HostOptimizer):  # it sends the weights itself
+            self.publish()
 
     def publish(self) -> None:
         """Round the masters into the own slices of the weights."""
-        rounded = [b for b in self.buckets if b.master.dtype != b.dtype]
+        rounded = [b for b in self.buckets if b.master is not b.own]
         if rounded:
             torch._foreach_copy_([b.own for b in rounded], [b.master for b in rounded])
 

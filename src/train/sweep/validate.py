@@ -16,16 +16,17 @@ from train import faults, names
 from train.config import ConfigError, Data, Train
 from train.data import corpus
 from train.launch import environment
+from train.memory import rules as memory_rules
 from train.names import nearest
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
-    "memory.recompute": ("none", "full"),
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
     "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
+    **memory_rules.CHOICES,
 }
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
 RANGES: dict[str, tuple[float, float]] = {
@@ -69,6 +70,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "checkpoint.keep": (1, 10**6),
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
+    **memory_rules.RANGES,
 }
 
 
@@ -96,6 +98,7 @@ def values(cfg: Train) -> None:
     for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
         if get(cfg, key) == 0:
             raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
@@ -230,6 +233,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
+        memory_rules.combination(cfg, nproc)
         if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
             raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
         if cfg.replay and cfg.checkpoint.every is not None:

@@ -1,0 +1,200 @@
+"""Every memory lever on one GPU: tokens/s, peak memory and what it is made of, each against the run without the lever.
+
+    python -m benchmarks.gpu_memory                        # all parts, at most 530 s
+    python -m benchmarks.gpu_memory --only dense,peer      # dense_1b and torchtitan beside it
+    python -m benchmarks.gpu_memory --json memory.json     # the rows as JSON too
+
+Parts: `dense` is dense_1b at seq 2048, micro-batch 16; `llama` is llama3_8b at seq 8192, against full recompute with the
+chunked head (a plain run does not fit); `tight` is llama3_8b under recipe=memory_tight at seq 32768; `peer` is torchtitan
+(benchmarks/peers) on dense_1b. What the time is too short for is listed as not run. Prints one table, last.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = ["recipe=dense_1b_h200", "steps=14"]
+LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
+WARM = 4  # steps that are left out: compile, allocator, the step whose allocations are recorded
+
+
+@dataclass
+class Part:
+    """One command, a grid over memory=… with the levers compared to the first one."""
+
+    name: str
+    overrides: list[str]
+    levers: list[str]
+
+
+PARTS = [
+    Part("dense", DENSE, ["none", "selective", "full_recompute", "offload", "chunked_head", "optimizer_offload"]),
+    Part("dense, more", DENSE, ["activation_offload", "every_second", "budget"]),
+    Part("dense, host", [*DENSE, "optim.clip_norm=null"], ["full_offload"]),
+    Part("dense, bf16 state", [*DENSE, "optim.state_dtype=bf16"], ["none"]),
+    Part("llama", [*LLAMA, "memory.lm_head_chunk=8192"], ["full_recompute", "offload", "selective"]),
+    Part(
+        "tight",
+        ["model=llama3_8b", "data=fake", "recipe=memory_tight", "seq_len=32768", "micro_batch=1", "steps=5"],
+        [""],
+    ),
+]
+
+
+@dataclass
+class Row:
+    part: str
+    lever: str
+    status: str
+    tokens_per_s: float | None = None
+    peak_gib: float | None = None
+    host_gib: float | None = None
+    kinds_gib: dict[str, float] = field(default_factory=dict)
+    slower_pct: float | None = None  # than the part's first lever
+    less_memory_pct: float | None = None
+    seconds: float = 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="dense,llama,tight,peer", help="parts, by the first word of their names")
+    parser.add_argument("--seconds", type=float, default=530, help="nothing is started that would end later")
+    parser.add_argument("--out", type=Path, help="where run folders go; a temporary folder by default")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    wanted, end = set(args.only.split(",")), time.monotonic() + args.seconds
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out or Path(scratch)
+        # what is compared comes first; extras last
+        for part in sorted((p for p in PARTS if p.name.split(",")[0] in wanted), key=lambda p: "," in p.name):
+            rows += run(part, out, end)
+            save(args.json, rows)
+            if part.name == "dense" and "peer" in wanted:
+                rows += [peer(mode, end) for mode in ("none", "selective", "full")]
+                save(args.json, rows)
+    if "peer" in wanted and "dense" not in wanted:
+        rows += [peer(mode, end) for mode in ("none", "selective", "full")]
+        save(args.json, rows)
+    compare(rows)
+    save(args.json, rows)
+    show(rows)
+    return 0 if any(row.status == "ok" for row in rows) else 1
+
+
+def run(part: Part, out: Path, end: float) -> list[Row]:
+    """The part's levers, one command each: a lever that hangs or is cut off costs no other."""
+    return [one(part, lever, out, end) for lever in part.levers]
+
+
+def one(part: Part, lever: str, out: Path, end: float) -> Row:
+    row = Row(part.name, lever or "recipe=memory_tight", "not run")
+    left = end - time.monotonic()
+    if left < 45:  # less than a start, a compile and a few steps take
+        return row
+    name = f"{part.name}-{lever or 'recipe'}".replace(", ", "-").replace(" ", "-")
+    choice = [f"memory={lever}"] if lever else []
+    command = [sys.executable, "-m", "train", f"out={out}", f"name={name}", "nproc=1", *part.overrides, *choice]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
+    except subprocess.TimeoutExpired:
+        row.status = "cut off"
+        return row
+    row.seconds = time.monotonic() - start
+    folders = [f.parent for f in (out / name).glob("*/status.json")]
+    if not folders:
+        row.status = (done.stderr.strip().splitlines() or ["nothing written"])[-1][:120]
+        return row
+    fill(row, folders[0])
+    print(f"{part.name:18} {row.lever:22} {row.status:8} {row.seconds:5.0f} s", flush=True)
+    return row
+
+
+def fill(row: Row, folder: Path) -> None:
+    """From what the run left."""
+    status = json.loads((folder / "status.json").read_text())
+    row.status = status["status"] if status["status"] == "ok" else f"{status['status']}: {status.get('reason')}"[:160]
+    if status["status"] != "ok":
+        return
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    late = lines[WARM:] or lines[-1:]
+    row.tokens_per_s = statistics.median(line["perf/throughput"] for line in late)
+    row.peak_gib = max(line["perf/peak_memory"] for line in late)
+    summary: dict[str, Any] = status["summary"]
+    row.host_gib = max(summary.get("rank_host_peak_gib", [0.0]))
+    row.kinds_gib = (summary.get("memory_by_kind") or [{}])[0]
+
+
+def peer(mode: str, end: float) -> Row:
+    """torchtitan with the same geometry, sequence and micro-batch, compiled."""
+    row = Row("peer", f"torchtitan {mode}", "not run")
+    left = end - time.monotonic()
+    if left < 60:
+        return row
+    command = [sys.executable, "torchtitan_dense.py", "dense_1b", "2048", "16", mode, "1"]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT / "benchmarks/peers", capture_output=True, text=True, timeout=left)
+    except subprocess.TimeoutExpired:
+        row.status = "cut off"
+        return row
+    row.seconds = time.monotonic() - start
+    found = [line for line in done.stdout.splitlines() if line.startswith('{"peer"')]
+    if not found:
+        row.status = (done.stderr.strip().splitlines() or ["nothing printed"])[-1][:120]
+        return row
+    said = json.loads(found[-1])
+    row.status, row.tokens_per_s, row.peak_gib = "ok", said["tok_s"], said["peak_gib"]
+    return row
+
+
+def compare(rows: list[Row]) -> None:
+    """Every row against the first of its part; offload against full recompute, which it adds to."""
+    for row in rows:
+        group = [r for r in rows if r.part.split(",")[0] == row.part.split(",")[0] and r.tokens_per_s]
+        base = next((r for r in group if r.lever == "full_recompute"), None) if row.lever == "offload" else group[:1]
+        base = base[0] if isinstance(base, list) and base else base
+        if row.tokens_per_s and isinstance(base, Row) and base is not row and base.tokens_per_s and base.peak_gib:
+            row.slower_pct = 100 * (1 - row.tokens_per_s / base.tokens_per_s)
+            row.less_memory_pct = 100 * (1 - (row.peak_gib or 0) / base.peak_gib)
+
+
+def save(path: Path | None, rows: list[Row]) -> None:
+    if path is not None:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def show(rows: list[Row]) -> None:
+    """The table. Offload is compared with full recompute, all else with the part's first row."""
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds_gib))
+    head = ["part", "lever", "tokens/s", "slower %", "peak GiB", "less %", "host GiB", *kinds]
+    table = [head]
+    for row in rows:
+        if row.tokens_per_s is None:
+            table.append([row.part, row.lever, row.status])
+            continue
+        numbers = [
+            row.slower_pct,
+            row.peak_gib,
+            row.less_memory_pct,
+            row.host_gib,
+            *(row.kinds_gib.get(k) for k in kinds),
+        ]
+        shown = ["" if n is None else f"{n:.1f}" for n in numbers]
+        table.append([row.part, row.lever, f"{row.tokens_per_s:,.0f}", *shown])
+    widths = [max(len(r[i]) for r in table if i < len(r) and len(r) > 3) if table else 0 for i in range(len(head))]
+    for line in table:
+        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=False)).rstrip())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

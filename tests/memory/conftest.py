@@ -1,0 +1,3 @@
+from tests.parallel.conftest import two
+
+__all__ = ["two"]
