@@ -135,7 +135,7 @@ def test_cancel_and_rerun(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> None:
-    args = ("nproc=1", "steps=100", "seed=1,2,3", "name=tasks", "launch.array_parallelism=1")
+    args = ("nproc=1", "steps=400", "seed=1,2,3", "name=tasks", "launch.array_parallelism=1")
     p = cli.start(*args)
     folder = cli.until(cli.training("tasks"), "steps")
     running = json.loads((folder / "status.json").read_text())["job"]["id"]
@@ -153,7 +153,7 @@ def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> No
 
 @pytest.mark.parametrize("how", ["requeue", pytest.param("usr2", marks=pytest.mark.slow)])
 def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
-    p = cli.start("nproc=1", "steps=100", "name=again")
+    p = cli.start("nproc=1", "steps=400", "name=again")
     folder = cli.until(cli.training("again", 5), "steps")
     job = json.loads((folder / "status.json").read_text())["job"]["raw"]
     if how == "requeue":
@@ -164,11 +164,11 @@ def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     assert p.returncode == 0, text + cli.logs()
     (status,) = cli.points("again").values()
     assert status["status"] == "ok" and status["attempt"] == 2 and status["job"]["restart"] == 1
-    assert steps(folder) == list(range(100))
+    assert steps(folder) == list(range(400))
     (first,) = attempts(folder)
     assert first["status"] == "interrupted"
     old = (folder / "attempts/1/metrics.jsonl").read_text()
-    assert 5 <= old.count("\n") < 100
+    assert 5 <= old.count("\n") < 400
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_packed_point_without_time_left_is_requeued(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_preemption(cli: Cli) -> None:
-    p = cli.start("nproc=1", "steps=150", "name=preempted", "launch.cpus=4", "launch.partition=main")
+    p = cli.start("nproc=1", "steps=1500", "name=preempted", "launch.cpus=4", "launch.partition=main")
     folder = cli.until(cli.training("preempted", 5), "steps")
     cli.cluster.command(
         "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
@@ -215,7 +215,7 @@ def test_preemption(cli: Cli) -> None:
     (status,) = cli.points("preempted").values()
     assert status["status"] == "ok" and status["attempt"] == 2
     assert attempts(folder)[0]["status"] == "interrupted"
-    assert steps(folder) == list(range(150))
+    assert steps(folder) == list(range(1500))
 
 
 @pytest.mark.slow

@@ -45,14 +45,14 @@ def test_a_rank_killed_on_the_other_node(cli: Cli) -> None:
 @pytest.mark.slow
 def test_the_other_nodes_supervisor_killed(cli: Cli) -> None:
     """Its ranks die with it, node 0 sees them go; the job is requeued, the point starts again."""
-    p = cli.start(*TWO, "steps=100", "name=lost")
+    p = cli.start(*TWO, "steps=400", "name=lost")
     folder = cli.until(cli.training("lost"), "steps")
     os.kill(node(folder, 1)["pid"], signal.SIGKILL)
     text = p.communicate(timeout=240)[0]
     (status,) = cli.points("lost").values()
     assert status["status"] == "ok" and status["attempt"] == 2, text + cli.logs()
     assert attempts(folder)[0]["status"] == "lost", attempts(folder)
-    assert p.returncode == 0 and steps(folder) == list(range(100))
+    assert p.returncode == 0 and steps(folder) == list(range(400))
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.conftest import Cli
 
 GRID = ("reduction=zero2o,zero2", "micro_batch=2,4,6", "nproc=2")
@@ -38,3 +40,21 @@ def test_six_points_on_one_node_and_on_two(cli: Cli) -> None:
     assert list((cli.out / "two/.sweep/slurm").glob("*/*_5-1.log")), "logs of the second node"
     assert losses(cli.out / "two") == here
     assert losses(cli.out / "one") == here
+
+
+@pytest.mark.slow
+def test_six_points_on_two_nodes_have_the_leaf_roots_of_local_runs(cli: Cli) -> None:
+    """Every gradient and every weight of every step, hashed: a Merkle root a point."""
+    args = (*GRID, "replay=true")
+    cli.run(*args, "name=two", "launch.nodes=2", "launch.cpus=1", "launch.points_per_job=2", timeout=500)
+    cli.local(*args, "name=here", timeout=500)
+
+    def roots(name: str) -> dict[str, str]:
+        points = cli.points(name)
+        assert [s["status"] for s in points.values()] == ["ok"] * 6, cli.logs()
+        assert all(s["summary"]["replay_match"] for s in points.values())
+        return {point: s["summary"]["leaf_root"] for point, s in points.items()}
+
+    two = roots("two")
+    assert len(set(two.values())) >= 3  # zero2 and zero2o agree, batches differ
+    assert two == roots("here")
