@@ -154,9 +154,10 @@ class Command:
         self.temp.mkdir(exist_ok=True)
         name, _, value = self.mark.partition("=")
         place = str(out).replace("'", "\\'")
-        full = (
-            os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
-        )
+        inherited = {
+            k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"
+        }  # torch exports it, in-process
+        full = inherited | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
         self.began = time.monotonic()
         self.process = subprocess.Popen(
