@@ -11,7 +11,8 @@ def point(**changes: object) -> config.Train:
     """A valid point of two ranks on a CPU, changed."""
     cfg = config.Train(
         model=config.Model("m", 32, 2, 4, 2, 8, 64, 512), data=config.Data("fake"), reduction=config.Reduction("zero2o"),
-        compile=config.Compile("none"), attention=config.Attention("auto"), precision=config.Precision("fp32"), optim=config.Optim("adamw"), device="cpu",
+        compile=config.Compile("none"), attention=config.Attention("auto"), precision=config.Precision("fp32"),
+        optim=config.Optim("adamw"), device="cpu",
     )  # fmt: skip
     for key, value in changes.items():
         setattr(cfg, key, value)
