@@ -115,10 +115,10 @@ def test_two_ranks_match_one_process(tmp_path: Path, reduction: str) -> None:
 
 
 def test_layers_compile(tmp_path: Path) -> None:
-    done = train("-m", *TINY, "steps=3", "compile=none,layer", "memory=none,full_recompute", "name=x", cwd=tmp_path)
+    done = train("-m", *TINY, "steps=3", "compile=none,layer", "memory=full_recompute", "name=x", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [metrics(p) for p in points(tmp_path / "outputs" / "x").values()]
-    assert len(runs) == 4
+    assert len(runs) == 2
     for run in runs[1:]:
         assert [m["loss"] for m in run] == pytest.approx([m["loss"] for m in runs[0]], rel=1e-5)
 

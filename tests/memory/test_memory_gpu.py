@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memory.test_equality import EXACT, HEAD, distance
+from tests.memory.test_levers_equal import EXACT, HEAD, distance
 
 from tests.memory import cases
 from tests.memory.cases import Case
