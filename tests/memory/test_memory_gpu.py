@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.memory.test_levers_equal import EXACT, HEAD, distance
 
 from tests.memory import cases
 from tests.memory.cases import Case
+from tests.memory.test_levers_equal import EXACT, HEAD, distance
 from train import config
 from train.measure.breakdown import GIB, Breakdown
 from train.memory import levers, recompute
