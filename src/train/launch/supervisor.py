@@ -1,6 +1,5 @@
 """Runs one point on one node: starts its ranks, watches them, classifies the end, writes status.json. Imports no torch."""
 
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ from train.launch.heartbeat import FIRST_STEPS, Watch
 from train.launch.nodes import Nodes
 from train.launch.starters import Starter
 from train.measure.telemetry import Telemetry
-from train.sweep.freeze import SCHEMA, write_json
+from train.sweep.freeze import SCHEMA, read_json, write_json
 
 #: after the first failure the peers get this long to say what happened to them
 GRACE_SECONDS = 0.5
@@ -123,8 +122,8 @@ class Supervisor:
     def _over_nodes(self, nodes: Nodes, verdict: Verdict, decided: bool, oom_killed: bool) -> Verdict:
         """Tell the other nodes how this one ended; on node 0 the verdict over all of them."""
         ends = list(self.ends.values())
-        results = {str(r): _read(self.scratch / f"result-{r}.json") or {} for r in self.local}
-        manifest = _read(self.scratch / "manifest.json")
+        results = {str(r): read_json(self.scratch / f"result-{r}.json") or {} for r in self.local}
+        manifest = read_json(self.scratch / "manifest.json")
         nodes.end(verdict, decided, ends, results, ranks=self._ranks(), manifest=manifest)
         return nodes.judge(verdict, decided, ends, oom_killed) if nodes.node == 0 else verdict
 
@@ -194,7 +193,7 @@ class Supervisor:
 
     def _ended(self, rank: int, code: Optional[int], at: float, killed: bool = False) -> None:
         self.watches[rank].look()
-        error = _read(self.scratch / f"error-{rank}.json")
+        error = read_json(self.scratch / f"error-{rank}.json")
         done = (self.scratch / f"result-{rank}.json").exists()
         self.ends[rank] = RankEnd(rank, code, at, killed and error is None, self.watches[rank].step, done, error)
 
@@ -270,11 +269,11 @@ class Supervisor:
 
     def _summary(self, verdict: Verdict) -> dict[str, Any]:
         """What only the run knows: rank 0's summary, lists over ranks, cost, and the failure."""
-        results = [_read(self.scratch / f"result-{r}.json") or {} for r in self.local]
+        results = [read_json(self.scratch / f"result-{r}.json") or {} for r in self.local]
         for other in self.nodes.told("results") if self.nodes else []:
             results += [result for _, result in sorted(other.items(), key=lambda item: int(item[0]))]
         summary: dict[str, Any] = results[0].get("summary", {})
-        if lead := _read(self.scratch / "summary.json"):
+        if lead := read_json(self.scratch / "summary.json"):
             summary = lead | summary
         for key in sorted(set(results[0]) - {"summary"}):
             if len(results) == self.world and all(key in r for r in results):
@@ -296,7 +295,7 @@ class Supervisor:
         return summary
 
     def _manifest(self) -> None:
-        host = _read(self.scratch / "manifest.json")
+        host = read_json(self.scratch / "manifest.json")
         if host and self.local[0] == 0:
             others = self.nodes.told("manifest") if self.nodes else []
             write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host, *others]}, sync=False)
@@ -356,21 +355,15 @@ def archive(folder: Path) -> int:
     old = [folder / n for n in names if (folder / n).exists()]
     moving = done / f".{number}"  # a kill in between leaves it, and the next call goes on with it
     if not moving.exists():
-        if not old or (len(old) == 1 and (_read(old[0]) or {}).get("status") == "pending"):  # decided, never started
+        if not old or (
+            len(old) == 1 and (read_json(old[0]) or {}).get("status") == "pending"
+        ):  # decided, never started
             return number
         moving.mkdir(parents=True)
     for path in old:
         path.rename(moving / path.name)
     moving.rename(done / str(number))
     return number + 1
-
-
-def _read(path: Path) -> Optional[dict[str, Any]]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _tail(path: Path) -> str:

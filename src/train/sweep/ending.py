@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from train.launch.classify import FAILED
-from train.sweep.folder import Sweep, read_json
+from train.sweep.folder import Sweep
+from train.sweep.freeze import read_json
 from train.sweep.points import Frozen
 
 PHASES = ("start", "build", "compile", "train")

@@ -1,6 +1,5 @@
 """A sweep's folder: made or found, locked, with its grid, snapshot and frozen points."""
 
-import json
 import os
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +12,7 @@ from train.config import YAML_LOADER, ConfigError, Train
 from train.launch.supervisor import now
 from train.launch.tell import say
 from train.sweep import freeze, snapshot
+from train.sweep.freeze import read_json
 from train.sweep.points import Frozen
 
 STATUSES = (
@@ -63,15 +63,6 @@ def _timestamp(out: Path) -> Path:
         except FileExistsError:
             continue
     raise FileExistsError(17, "no free name")
-
-
-def read_json(path: Path) -> Optional[dict[str, Any]]:
-    """A mapping, or None for a file that is missing, damaged or not a mapping."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def open_sweep(path: Path, points: list[Frozen], command: str, code: Optional[str]) -> Sweep:

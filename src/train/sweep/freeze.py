@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import yaml
 
@@ -37,6 +37,15 @@ def write_atomic(path: Path, text: str, sync: bool = True) -> None:
 def write_json(path: Path, data: Any, sync: bool = True) -> None:
     """`data` as JSON through write_atomic."""
     write_atomic(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n", sync)
+
+
+def read_json(path: Path) -> Optional[dict[str, Any]]:
+    """A mapping, or None for a file that is missing, damaged or not a mapping."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def training_config(cfg: Train) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from train.launch.slurm import files, queue
 from train.launch.supervisor import now
-from train.sweep.freeze import write_json
+from train.sweep.freeze import read_json, write_json
 
 COMMENT = "mfu-sweep:"
 #: states after which a point may still start again in the same job
@@ -47,7 +47,7 @@ class Claims:
         found: dict[str, Claim] = {}
         for path in sorted(self.root.glob("*/tasks.json"), key=lambda p: p.stat().st_mtime_ns):
             told = files.Submission.load(path.parent)
-            known = files.read_json(path.parent / "job.json")
+            known = read_json(path.parent / "job.json")
             if known is None:  # the launcher was killed before sbatch answered
                 if COMMENT + told.token not in tokens:
                     continue  # it never reached the queue
@@ -109,7 +109,7 @@ class Claims:
     def record(self, array: str, told: files.Submission) -> None:
         """The array in sweep.json's `jobs`, once."""
         path = self.sweep / "sweep.json"
-        content = files.read_json(path) or {}
+        content = read_json(path) or {}
         if any(j.get("token") == told.token for j in content.get("jobs", [])):
             return
         points = [t.folder for task in told.tasks for t in task]

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from train import config
 from train.config import Train
 from train.launch.supervisor import now
-from train.sweep.freeze import SCHEMA, training_config, write_json
+from train.sweep.freeze import SCHEMA, read_json, training_config, write_json
 
 #: final for good: a rerun keeps them
 KEPT = ("ok", "oom", "infeasible", "invalid")
@@ -53,15 +53,6 @@ class Submission:
         data.pop("schema")
         data["tasks"] = [[Task(**t) for t in task] for task in data["tasks"]]
         return cls(**data)
-
-
-def read_json(path: Path) -> Optional[dict[str, Any]]:
-    """A mapping, or None for a file that is missing, damaged or not a mapping."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def status(folder: Path, identity: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from train.launch.slurm import files, queue
 from train.launch.supervisor import Stop, Supervisor, archive
 from train.launch.tell import say
 from train.measure.telemetry import Telemetry
-from train.sweep.freeze import write_json
+from train.sweep.freeze import read_json, write_json
 
 #: a node that hears nothing from node 0 for so long before a point leaves the job
 PLAN_SECONDS = 600.0
@@ -202,7 +202,7 @@ class Job:
             return attempt
         deadline = time.monotonic() + PLAN_SECONDS
         while self.stop.signum is None and time.monotonic() < deadline:
-            if told := files.read_json(plan):
+            if told := read_json(plan):
                 return int(told["attempt"])
             time.sleep(0.2)
         return 0
