@@ -48,6 +48,8 @@ def main() -> None:
         dp.step(cfg.optim.lr)
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
+    dp.close()  # weights may still be on their way: a group destroyed under a collective aborts the process
+    dist.barrier()  # and a rank that leaves early looks like a failure to its peer
     dist.destroy_process_group()
 
 
