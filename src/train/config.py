@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional, get_args, get_origin, get_type_hints
+from typing import Any, Optional, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -60,13 +60,20 @@ class Data:
     content: Optional[str] = None  # resolved: sha256 over the files and the tokenizer
 
 
+Degree = Union[int, str]  # ranks along a dimension of the mesh; -1 or auto: worked out from the others
+
+
 @dataclass
 class Parallelism:
-    """Degrees of the mesh; their product is nproc."""
+    """Degrees of the mesh; pp x dp_replicate x dp_shard x cp x tp is nproc. One of pp, cp and tp may be -1."""
 
     name: str = "???"
-    dp_replicate: int = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
-    dp_shard: int = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
+    pp: Degree = 1  # pipeline stages' ranks: each has some of the layers
+    dp_replicate: Degree = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
+    dp_shard: Degree = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
+    cp: Degree = 1  # ranks that share one sequence
+    tp: Degree = 1  # ranks that share every layer's matrices
+    ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
 
 
 @dataclass

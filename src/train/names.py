@@ -6,7 +6,7 @@ from functools import lru_cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from train.config import Train
+from train.config import Degree, Train
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -53,4 +53,6 @@ def words(hint: Any) -> str:
     inner = plain(hint)
     if dataclasses.is_dataclass(inner):
         return "the name of an option"
+    if inner == Degree:
+        return "an integer or auto"
     return WORDS.get(inner) or "a mapping {NAME: value, …}"

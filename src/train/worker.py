@@ -28,7 +28,9 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
+from train.parallel import tensor
 from train.parallel.build import build, param_dtype
+from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
 from train.replay import passes
 
@@ -78,8 +80,10 @@ class Rank:
         found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
         self._select_attention(found)
         self.heart.beat("build")
+        self.dims = Dims.of(cfg, self.world, self.rank, self.device)
         with torch.device("meta"):
-            model = Transformer(m, self.attention)
+            model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
+            tensor.apply(model, self.dims)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -118,11 +122,12 @@ class Rank:
         """Over all ranks, or with rounds over those of an island."""
         cfg = self.cfg
         if cfg.round.name == "none":
-            self.dp = build(model, cfg, self.device, self.world, self.rank)
+            self.dp = build(model, cfg, self.dims)
         else:
             islands = Islands.of(cfg, self.rank)
             inner = islands.inner_config(cfg)
-            self.dp = build(model, inner, self.device, islands.size, self.rank % islands.size, islands.inner)
+            place = Dims.of(inner, islands.size, self.rank % islands.size, self.device, islands.inner)
+            self.dp = build(model, inner, place)
             self.rounds = Round(cfg.round, self.dp, islands, self.device)
         if self.replay is not None:
             self.replay.attach(self.dp)
@@ -178,7 +183,7 @@ class Rank:
     def rows(self, step: int, index: int) -> torch.Tensor:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
         assert self.cfg.grad_accum is not None
-        start = (self.rank * self.cfg.grad_accum + index) * self.cfg.micro_batch
+        start = (self.dims.index(*DATA) * self.cfg.grad_accum + index) * self.cfg.micro_batch
         return self.source.batch(step, start, self.cfg.micro_batch).to(self.device, non_blocking=True)
 
     def lr(self, step: int) -> float:
@@ -206,7 +211,8 @@ class Rank:
             rows = self.rows(step, index)
             data_s += time.perf_counter() - t
             with self.dp.micro_step(index, accum):
-                loss = self.dp.module(rows[:, :-1], rows[:, 1:])
+                tokens, targets = (self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:]))
+                loss = self.dp.module(tokens, targets)
                 (loss / accum).backward()
             part = loss.detach() / accum
             total = part if total is None else total + part

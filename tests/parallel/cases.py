@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from train import config
 from train.model.transformer import Transformer
+from train.parallel import tensor
 from train.parallel.build import DTYPES, build, param_dtype
+from train.parallel.dims import DATA, Dims
 
 ROWS = 8  # global batch
-SEQ = 6
+SEQ = {False: 6, True: 16}  # tokens a row, of sizes that 8 divides or not
 CPU = torch.device("cpu")
 
 
@@ -27,7 +29,11 @@ class Case:
     grad_accum: int = 1
     reshard: bool | None = None
     dp_replicate: int = -1
-    model: str = "transformer"  # transformer | tied | odd
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
+    qk_norm: bool = False
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -75,34 +81,49 @@ class Odd(nn.Module):
 
 def configuration(case: Case) -> config.Train:
     """The part of a configuration that a reduction reads."""
+    even = case.model.startswith("even")
+    heads, kv_heads, vocab = (8, 4, 64) if even else (4, 2, 61)
     return config.Train(
         model=config.Model(
-            name="test", dim=24, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=40, vocab=61, tied=case.model == "tied"
+            name="test",
+            dim=24,
+            layers=2,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=8,
+            ffn=40,
+            vocab=vocab,
+            tied=case.model.endswith("tied"),
+            qk_norm=case.qk_norm,
         ),
-        parallelism=config.Parallelism(name="test", dp_replicate=case.dp_replicate),
+        seq_len=SEQ[even],
+        parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, tp=case.tp),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
 
 
-def make_model(case: Case, cfg: config.Train) -> nn.Module:
-    """The same weights on every call."""
+def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Module:
+    """The same weights on every call; with `dims` this rank's part of them."""
     torch.manual_seed(0)
     model: nn.Module
     if case.model == "odd":
         model = Odd(case.widths, case.unused)
     else:
-        model = Transformer(cfg.model, "math")
+        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), "math")
+        if dims is not None:
+            tensor.apply(model, dims)
+        model.to_empty(device="cpu")
         model.init_weights(0)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
 
 
-def rows(step: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), [ROWS, SEQ], of a step's global batch."""
-    data = torch.randint(0, 61, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
+def rows(step: int, seq_len: int = SEQ[False]) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), [ROWS, seq_len], of a step's global batch."""
+    data = torch.randint(0, 61, (ROWS, seq_len + 1), generator=torch.Generator().manual_seed(step))
     return data[:, :-1], data[:, 1:]
 
 
@@ -110,11 +131,12 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     """Run `case` as one of `world` ranks, each with its rows of the global batch."""
     cfg = configuration(case)
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
-    model = make_model(case, cfg).to(device)
-    dp = build(model, cfg, device, world, rank)
+    dims = Dims.of(cfg, world, rank, device)
+    model = make_model(case, cfg, dims).to(device)
+    dp = build(model, cfg, dims)
     out = Outcome()
     for step in range(case.steps):
-        out.losses.append(one_step(dp, rank, world, case, step, device))
+        out.losses.append(one_step(dp, dims, case, step, device))
         with no_host_synchronisation(device):
             norm = dp.step(case.lr)
         out.norms.append(float(norm))
@@ -122,14 +144,22 @@ def train(rank: int, world: int, case: Case) -> Outcome:
         out.weights.append({k: v.cpu() for k, v in dp.full_weights().items()})
     out.traffic = dp.traffic()
     dp.close()  # waits for the weights that are still under way
-    if case.reduction != "fsdp":
+    if case.reduction != "fsdp" and case.tp == 1:
         out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
 
 
-def one_step(dp: Any, rank: int, world: int, case: Case, step: int, device: torch.device = CPU) -> float:
+def all_data(rank: int, world: int) -> Dims:
+    """A place where every rank has rows of its own."""
+    return Dims({"pp": 1, "dp_replicate": world, "dp_shard": 1, "cp": 1, "tp": 1}, rank, CPU)
+
+
+def one_step(dp: Any, dims: Dims, case: Case, step: int, device: torch.device = CPU) -> float:
     """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows."""
-    tokens, targets = (t.chunk(world)[rank].to(device).chunk(case.grad_accum) for t in rows(step))
+    tokens, targets = (
+        dims.rows_of_sequence(t.chunk(dims.size(*DATA))[dims.index(*DATA)]).to(device).chunk(case.grad_accum)
+        for t in rows(step, SEQ[case.model.startswith("even")])
+    )
     losses = []
     for i in range(case.grad_accum):
         with no_host_synchronisation(device), dp.micro_step(i, case.grad_accum):

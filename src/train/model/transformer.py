@@ -7,7 +7,7 @@ fused QKV or gate/up), so that no backward writes through a concatenation and ev
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from train import config, seeds
 from train.model import rope
 from train.model.attention import attend
-from train.model.loss import compiled, lm_loss
+from train.model.loss import VocabShard, compiled, lm_loss
 
 
 class Attention(nn.Module):
@@ -87,6 +87,8 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
+        self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
+        self.shard: VocabShard | None = None  # of the head's vocabulary
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -107,7 +109,19 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fill every parameter from (seed, its name) alone."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(self.cfg, name, parameter.shape, seed, parameter.device))
+            shape = parameter.shape if self.cut is None else self.cut.whole_shape(name, parameter.shape)
+            value = initial_value(self.cfg, name, shape, seed, parameter.device)
+            parameter.copy_(value if self.cut is None else self.cut.part(name, value))
+
+
+class Cut(Protocol):
+    """How a rank's part of a parameter follows from the whole."""
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Of the parameter of which this rank's part has `shape`."""
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of the whole parameter."""
 
 
 def initial_value(cfg: config.Model, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:

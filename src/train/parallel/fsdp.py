@@ -10,16 +10,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
-from train.parallel import collectives, mesh
-from train.parallel.adamw import AdamW, Piece, clip_scale, norms
-from train.parallel.base import DataParallel, trainable
+from train.parallel.adamw import AdamW, Piece, clip_scale
+from train.parallel.base import DataParallel, GradNorm, trainable
+from train.parallel.dims import Dims
 from train.parallel.traffic import Meter
 
 
@@ -30,29 +30,16 @@ class Fsdp(DataParallel):
     dispatch for every parameter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cfg: config.Train,
-        device: torch.device,
-        world: int,
-        compute: torch.dtype,
-        group: Any = None,
-    ) -> None:
-        self._optim, self._device, self._compute = cfg.optim, device, compute
+    def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims, compute: torch.dtype) -> None:
+        device = dims.device
+        self._dims, self._optim, self._device, self._compute = dims, cfg.optim, device, compute
         self._full = cfg.memory.optimizer_offload == "full"
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        degrees = mesh.resolve(cfg, world)
-        self._copies, self._shards = degrees["dp_replicate"], degrees["dp_shard"]
-        names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
-        if group is not None:  # some of the ranks
-            devices = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
-        else:
-            devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
-        self._group = devices.get_group("dp_shard")
+        self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
+        devices = dims.shard_mesh()
         # gathered weights then live until the step's last backward
         self._keep = cfg.reduction.reshard_after_forward is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
@@ -60,6 +47,7 @@ class Fsdp(DataParallel):
         self.meter = Meter(device)
         self.module: Any = self._wrap(model, devices)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
+        self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = Optimizers(cfg, device).make(self._pieces)
         self._micro_batches = 0
@@ -97,14 +85,11 @@ class Fsdp(DataParallel):
     def step(self, lr: float) -> Tensor:
         grads = []
         for (_, p), piece in zip(self._named, self._pieces, strict=True):
-            if piece.tensor.numel():
-                grad = p.grad
-                grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
+            grad = p.grad
+            grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
             p.grad = None
-        own = norms(grads, self._device).to(self._device).square().sum().view(1)
-        parts = own.new_empty(self._shards)
-        collectives.all_gather(parts, own, group=self._group)
-        norm = parts.sum().sqrt()
+        norm = self._norm(grads)
+        grads = [grad for grad in grads if grad.numel()]  # a rank may own nothing of a small parameter
         dtype = self._pieces[0].tensor.dtype
         self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
         if isinstance(self._owner, HostOptimizer):
@@ -112,7 +97,7 @@ class Fsdp(DataParallel):
         return norm.to(dtype)
 
     @torch.no_grad()
-    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
         whole = {}
         for (name, p), piece in zip(self._named, self._pieces, strict=True):
             local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
-from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype, norms
-from train.parallel.base import DataParallel, trainable
+from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
+from train.parallel.base import DataParallel, GradNorm, trainable
+from train.parallel.dims import REDUCE, Dims
 from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
@@ -22,11 +23,12 @@ UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds 
 class Replicated(DataParallel):
     """Every rank updates all weights with the same summed gradients."""
 
-    def __init__(
-        self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, group: Any = None
-    ) -> None:
-        self._world, self._optim, self._device, self._group = world_size, cfg.optim, device, group
+    def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims) -> None:
+        device, world_size = dims.device, dims.size(*REDUCE)
+        group = dims.group(*REDUCE) if world_size > 1 else None
+        self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
+        self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
         self.meter = Meter(device)
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
@@ -76,7 +78,7 @@ class Replicated(DataParallel):
         for _, p in self._named:
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
-        norm = norms([p.grad for _, p in self._named if p.grad is not None], self._device).norm() / self._world
+        norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)
@@ -104,7 +106,7 @@ class Replicated(DataParallel):
 
         return gradient_is_in
 
-    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
 
     def owners(self) -> list[AdamW]:

@@ -18,6 +18,7 @@ from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
 from train.names import nearest
+from train.parallel import mesh
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -50,8 +51,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.vocab": (1, 2**26),
     "model.norm_eps": (0, 1),
     "model.rope_theta": (1, 10**12),
-    "parallelism.dp_replicate": (-1, 2**16),
-    "parallelism.dp_shard": (-1, 2**16),
     "reduction.bucket_mib": (0.001, 2**16),
     "optim.lr": (0, 1e3),
     "optim.warmup_steps": (0, 10**9),
@@ -95,9 +94,7 @@ def values(cfg: Train) -> None:
         assert isinstance(value, (int, float))
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
-    for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
-        if get(cfg, key) == 0:
-            raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    mesh.values(cfg)
     memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
@@ -212,8 +209,6 @@ def batch(cfg: Train, data_ranks: int) -> tuple[int, int]:
 
 def combination(cfg: Train, nproc: int) -> Optional[str]:
     """Why this point can't exist, or None. `cfg.device` is resolved."""
-    from train.parallel import mesh
-
     try:
         m = cfg.model
         if m.heads % m.kv_heads:
@@ -242,7 +237,8 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("profile", True, "would record the second pass of replay=true too; use one of them")
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
-        batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
+        mesh.check_model(cfg, degrees)
+        batch(cfg, mesh.data_ranks(degrees))
     except ConfigError as e:
         return str(e)
     return None
