@@ -42,7 +42,7 @@ def test_full_disk_then_space(lab: Lab, small_disk: Path) -> None:
     verdict = trial.end()
     assert verdict.status == "crashed"
     assert re.search("No space left on device|can't be written", verdict.reason), verdict.reason
-    assert trial.status["status"] in ("running", "crashed")  # old or new, never half
+    assert trial.status["status"] == "crashed" and trial.status["reason"] == verdict.reason  # room was reserved for it
     assert (trial.folder / "status.json").read_text().endswith("}\n")
     ballast.unlink()
     again = lab.run(small_disk, steps=10**6, timeout=1.0)  # the supervisor of the next point is none the worse
@@ -70,6 +70,9 @@ def test_full_disk_does_not_stop_the_command_with_a_traceback(small_disk: Path, 
     command.finish()
     assert command.code == 1 and "Traceback" not in command.output, command.output
     assert "No space left on device" in command.output
+    left = {s.get("status", "pending") for s in statuses(small_disk / "e").values()}
+    assert "running" not in left and "crashed" in left, left
+    assert not list(small_disk.glob("e/*/.reserve")), "the reserve outlives its point"
     ballast.unlink()
     for path in small_disk.glob("e/*/config.yaml"):
         assert path.stat().st_size  # whole, or a rerun would refuse it
@@ -143,7 +146,9 @@ def test_no_more_processes(lab: Lab, tmp_path: Path) -> None:
 def test_file_size_limit(tmp_path: Path) -> None:
     """RLIMIT_FSIZE 4 KiB: metrics.jsonl hits it first."""
     done = sweep(tmp_path, "name=z", *TINY, "steps=200", "seed=0,1", wrap=("prlimit", "--fsize=20000"))
-    assert done.code in (1, 2) and "Traceback" not in done.output, done.output
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    for status in statuses(tmp_path / "z").values():
+        assert status["status"] == "crashed" and "File too large" in status["reason"], status
 
 
 #: shifts the time of day alone. Debian's faketime also shifts absolute sleeps on the monotonic clock, which is how Python 3.11

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -124,8 +125,9 @@ class Local:
         """We hold the sweep's lock, so whoever wrote `running` is gone, whatever the clock says."""
         owner = status.get("supervisor") or {}
         self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
-        lost = status | {"status": "lost", "reason": "the supervisor ended without a word"}
-        freeze.write_json(self.sweep.folder(point) / "status.json", lost)
+        folder = self.sweep.folder(point)
+        lost = status | {"status": "lost", "reason": "the supervisor ended without a word", "ended": last_sign(folder)}
+        freeze.write_json(folder / "status.json", lost)
         self._forget(point)
 
     def run(self) -> None:
@@ -244,6 +246,13 @@ class Local:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
                 self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
+
+
+def last_sign(folder: Path) -> str:
+    """When a run that can't say so itself was last seen to write, UTC, ISO 8601: what it used counts as wasted."""
+    files = [folder / "status.json", folder / "metrics.jsonl", *folder.glob("logs/*")]
+    newest = max(f.stat().st_mtime for f in files if f.exists())
+    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
 
 
 def _all_else(point: Frozen) -> str:
