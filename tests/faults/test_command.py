@@ -84,6 +84,21 @@ def test_every_kind_of_fault_then_resume(tmp_path: Path, reduction: str) -> None
         assert (tmp_path / "f" / name / "attempts" / "1" / "status.json").exists() == rerun
     assert bytes_of(clean) == before  # finished points are unchanged to the byte
     third.nothing_left()
+    hours_add_up(tmp_path / "f")
+
+
+def hours_add_up(root: Path) -> None:
+    """The report's device-hours are the sums over all attempts in the run folders."""
+    used = wasted = 0.0
+    for path in sorted(root.glob("*/**/status.json")):
+        status = read(path)
+        seconds = status["summary"]["wall_s"] * len(status["ranks"])
+        assert status["summary"]["device_hours"] == pytest.approx(seconds / 3600)
+        used, wasted = used + seconds, wasted + (status["status"] != "ok") * seconds
+    assert 0 < wasted < used
+    assert device_hours(load(root).points) == pytest.approx((used / 3600, wasted / 3600))
+    unit, scale = ("device-hours", 3600) if used >= 360 else ("device-seconds", 1)
+    assert f"{used / scale:.3g} {unit} used, {wasted / scale:.3g} of them" in (root / "report.html").read_text()
 
 
 def running(folder: Path) -> Path | None:
@@ -316,23 +331,3 @@ def test_signal_at_a_random_moment_of_short_points(tmp_path: Path, seed: int) ->
     again = sweep(tmp_path, *args)
     assert again.code == 0 and f"{len(kept)} kept" in again.output, again.output
     assert all(bytes_of(tmp_path / "b" / n) == content for n, content in kept.items())
-
-
-def test_device_hours_add_up(tmp_path: Path) -> None:
-    """The report's figures are the sum over all attempts in the run folders."""
-    args = ["name=h", *TINY, "steps=20", "seed=0,1", "fault=null,exception@1:2,hang@0:3", "max_failures=9"]
-    args += ["launch.hang_seconds=1"]
-    assert sweep(tmp_path, *args).code == 1
-    assert sweep(tmp_path, *args, "retries=1").code == 1
-    used = wasted = 0.0
-    for path in sorted((tmp_path / "h").glob("*/**/status.json")):
-        status = read(path)
-        seconds = status["summary"]["wall_s"] * len(status["ranks"])
-        assert status["summary"]["device_hours"] == pytest.approx(seconds / 3600)
-        used, wasted = used + seconds, wasted + (status["status"] != "ok") * seconds
-    assert 0 < wasted < used
-    points = load(tmp_path / "h").points
-    assert len(points) == 6 and list(points["status"]).count("ok") == 2
-    assert device_hours(points) == pytest.approx((used / 3600, wasted / 3600))
-    html = (tmp_path / "h" / "report.html").read_text()
-    assert f"{used:.3g} device-seconds used, {wasted:.3g} of them" in html

@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.lab import Lab, gone, steps, wait_for
 from train import config
+from train.launch import starters
 
 LONG = {"steps": 10**6}
 PHASES = [("start", -1), ("build", -1), ("train", 0), ("train", 20)]
@@ -140,6 +141,18 @@ def test_server_killed(lab: Lab, tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     again = lab.run(tmp_path / "next", steps=3)  # another server takes its place
     assert again.verdict is not None and again.verdict.status == "ok"
+
+
+@pytest.mark.slow
+def test_server_stopped(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that no longer answers is ended and replaced; nobody waits for it for ever."""
+    lab.run(tmp_path / "before", steps=3)
+    monkeypatch.setattr(starters, "ANSWER_SECONDS", 1.0)
+    os.kill(lab.warm.process.pid, signal.SIGSTOP)
+    verdict = lab.run(tmp_path, steps=3).verdict
+    assert verdict is not None and verdict.status == "crashed"
+    assert "the rank server gave no answer for 1 s" in verdict.reason
+    assert lab.run(tmp_path / "next", steps=3).status["status"] == "ok"
 
 
 def test_open_files_used_up(lab: Lab, tmp_path: Path) -> None:
