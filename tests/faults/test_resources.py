@@ -51,6 +51,23 @@ def test_full_disk_then_space(lab: Lab, small_disk: Path) -> None:
     assert lab.run(small_disk, steps=5).status["status"] == "ok"
 
 
+@pytest.mark.slow
+def test_full_temporary_folder(small_disk: Path, tmp_path: Path) -> None:
+    """No room for a rank's result, nor for the record of its failure: the log's last line says what it was."""
+    args = ["name=t", *TINY, "seed=0,1", "steps=300"]
+    command = Command(tmp_path, *args, env={"TMPDIR": str(small_disk)})
+    wait_for("a point trains", lambda: list(tmp_path.glob("t/*/metrics.jsonl")) or command.process.poll() is not None)
+    ballast = fill(small_disk)
+    command.finish()
+    ballast.unlink()
+    assert command.code == 1 and "Traceback" not in command.output, command.output
+    found = statuses(tmp_path / "t")
+    assert "running" not in {s.get("status") for s in found.values()}, found
+    assert any("No space left on device" in s.get("reason", "") for s in found.values()), found
+    again = sweep(tmp_path, *args)
+    assert again.code == 0, again.output
+
+
 def test_disk_vanishes(lab: Lab, small_disk: Path) -> None:
     """The file system is gone mid-run, as when a server's export is withdrawn: the point crashes, the supervisor lives."""
     trial = lab.start(small_disk, steps=10**6)

@@ -33,6 +33,13 @@ def name_limits(verdict: Verdict, end: RankEnd, log: Path) -> None:
         verdict.reason += limits.named()
 
 
+def last_line(verdict: Verdict, end: RankEnd, log: Path) -> None:
+    """A rank that left with an error and no record of it (no room for one, an import that failed) has said why in its log."""
+    if verdict.status == "crashed" and end.error is None and (end.code or 0) > 0:
+        lines = _tail(log).split("\n")
+        verdict.reason += next((f": {line.strip()[:200]}" for line in reversed(lines) if line.strip()), "")
+
+
 def limits_of(error: BaseException) -> str:
     """The limits, when the error is that one was met (no more processes: EAGAIN; no more files: EMFILE)."""
     return limits.named() if getattr(error, "errno", None) in (11, 24) else ""

@@ -232,7 +232,9 @@ class Supervisor:
         end = self.ends.get(verdict.rank) if verdict.rank is not None else None
         if end is not None:
             verdict = explain.held_by_others(verdict, end, self.telemetry.foreign(end.rank))
-            explain.name_limits(verdict, end, self.logs / f"rank{end.rank}.log")
+            log = self.logs / f"rank{end.rank}.log"
+            explain.last_line(verdict, end, log)
+            explain.name_limits(verdict, end, log)
         return verdict
 
     def _end_ranks(self) -> None:
