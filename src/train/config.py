@@ -72,6 +72,7 @@ class Parallelism:
     dp_replicate: Degree = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
     dp_shard: Degree = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
     cp: Degree = 1  # ranks that share one sequence
+    cp_method: str = "ulysses"  # ulysses: ranks exchange heads for positions | ring: keys and values go round the ranks
     tp: Degree = 1  # ranks that share every layer's matrices
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
 

@@ -28,7 +28,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import tensor
+from train.parallel import context, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -77,13 +77,14 @@ class Rank:
         """Model, reduction, data: in that order, each from the frozen configuration."""
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
-        found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self._select_attention(found)
-        self.heart.beat("build")
         self.dims = Dims.of(cfg, self.world, self.rank, self.device)
+        heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
+        self._select_attention(attention.probe(self.device, self.dtype, *heads, m.head_dim), heads)
+        self.heart.beat("build")
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
+        context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -101,8 +102,8 @@ class Rank:
             print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
 
-    def _select_attention(self, probed: Mapping[str, str | None]) -> None:
-        """With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
+    def _select_attention(self, probed: Mapping[str, str | None], heads: tuple[int, int]) -> None:
+        """`heads`: query and KV heads of this rank's attention. With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
         cfg, m, order = self.cfg, self.cfg.model, attention.order(self.device)
         self.qualified: bool | None = None
         if not cfg.replay:
@@ -110,7 +111,7 @@ class Rank:
         else:
             files = qualified.load(qualified.shipped(), qualified.cache())
             known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),
             )  # fmt: skip
             self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from train import config
 from train.model.transformer import Transformer
-from train.parallel import tensor
+from train.parallel import context, tensor
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
 
@@ -31,6 +31,7 @@ class Case:
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
+    cp_method: str = "ulysses"
     pp: int = 1
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
     qk_norm: bool = False
@@ -97,7 +98,7 @@ def configuration(case: Case) -> config.Train:
             qk_norm=case.qk_norm,
         ),
         seq_len=SEQ[even],
-        parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, tp=case.tp),
+        parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, cp_method=case.cp_method, tp=case.tp),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
@@ -114,6 +115,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
         model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), "math")
         if dims is not None:
             tensor.apply(model, dims)
+            context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
         model.init_weights(0)
         if case.compiled:

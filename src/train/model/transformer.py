@@ -19,12 +19,16 @@ from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
 
 
+Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention: x [B, T, dim] → [B, T, dim]."""
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
+        self.across: Across | None = None  # attention over ranks: see train.parallel.context
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -37,8 +41,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        if self.across is None:
+            out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path).transpose(1, 2)
+        else:
+            out = self.across(q, k, v, self.path)
+        return self.wo(out.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -87,22 +94,27 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
+        self.cp = 1, 0  # ranks that share a sequence, and which of its parts is here: see train.parallel.context
         self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
         self.shard: VocabShard | None = None  # of the head's vocabulary
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
+        length = tokens.shape[1]
         for block in self.layers:
-            cos, sin = rope.tables(self.cfg, tokens.shape[1], x.dtype, x.device)
+            cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, first=self.cp[1] * length)
             with self.saving(x):
                 x = block(x, cos, sin)
         return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
 
     def compile_layers(self) -> None:
-        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss."""
+        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.
+
+        With cp a graph for each piece of a layer: what attention exchanges between ranks lies between them.
+        """
         for block in self.layers:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=self.cp[0] == 1)
         self.loss = compiled(self.loss)
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train import config
 from train.parallel import collectives
 from train.parallel.mesh import DIMS, resolve
+from train.parallel.traffic import Meter
 
 ISLAND = ("pp", "dp_shard", "cp", "tp")  # one copy of the training state
 DATA = ("dp_replicate", "dp_shard")  # ranks with other rows
@@ -27,6 +28,7 @@ class Dims:
         more than one; `rank` is the place in it."""
         self.degrees, self.rank, self.world = degrees, rank, math.prod(degrees[d] for d in DIMS)
         self.device, self._whole = device, group
+        self.meter = Meter(device)  # of all that this rank sends
         places = torch.arange(self.world).view([degrees[d] for d in DIMS])
         self._place = dict(zip(DIMS, (places == rank).nonzero()[0].tolist(), strict=True))
         self._groups: dict[tuple[str, ...], Any] = {}

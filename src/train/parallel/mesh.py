@@ -80,7 +80,7 @@ def _refuse_product(want: dict[str, int], nproc: int) -> None:
 
 def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
     reduction = cfg.reduction.name
-    for name in ("pp", "cp"):
+    for name in ("pp",):
         if got[name] > 1:
             raise ConfigError(f"parallelism.{name}", got[name], "is not built yet; must be 1")
     refused = ("pp", "cp", "tp") if cfg.round.name != "none" else ("pp", "tp") if reduction in ZERO2 else ()
@@ -125,10 +125,24 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    if cp > 1 and cfg.parallelism.cp_method == "ulysses":
+        _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
     if cfg.seq_len % (cp * tp):
         low = cfg.seq_len // (cp * tp) * cp * tp
         near = f"{low}, {low + cp * tp}" if low else f"{cp * tp}"
         raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of cp x tp = {cp * tp} (nearest: {near})")
+
+
+def _check_ulysses(heads: int, kv_heads: int, degrees: dict[str, int]) -> None:
+    """Whether cp ranks can share the heads of one tp rank. Raises ConfigError."""
+    cp, per = degrees["cp"], f" / tp {degrees['tp']}" if degrees["tp"] > 1 else ""
+    fits = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
+    hint = f"(valid: {_list(fits)}; or parallelism.cp_method=ring)"
+    if heads % cp:
+        raise ConfigError("parallelism.cp", cp, f"must divide model.heads{per} = {heads} {hint}")
+    if cp not in fits:
+        why = f"must divide model.kv_heads{per} = {kv_heads} or be a multiple of them {hint}"
+        raise ConfigError("parallelism.cp", cp, why)
 
 
 def _list(degrees: Iterable[int]) -> str:
