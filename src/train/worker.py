@@ -78,8 +78,7 @@ class Rank:
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
         self.dims = Dims.of(cfg, self.world, self.rank, self.device)
-        heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
-        self._select_attention(attention.probe(self.device, self.dtype, *heads, m.head_dim), heads)
+        self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
         self.heart.beat("build")
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
@@ -102,14 +101,15 @@ class Rank:
             print("data: the text is shorter than one row and repeats to fill it", flush=True)
         self.heart.beat("build")
 
-    def _select_attention(self, probed: Mapping[str, str | None], heads: tuple[int, int]) -> None:
-        """`heads`: query and KV heads of this rank's attention. With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
+    def _select_attention(self, probed: Mapping[str, str | None]) -> None:
+        """With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
         cfg, m, order = self.cfg, self.cfg.model, attention.order(self.device)
         self.qualified: bool | None = None
         if not cfg.replay:
             self.attention = attention.select(cfg.attention.name, probed, order)
         else:
             files = qualified.load(qualified.shipped(), qualified.cache())
+            heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
             known = qualified.paths(
                 files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),

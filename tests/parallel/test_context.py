@@ -23,3 +23,12 @@ def test_alone(two: Ranks, reduction: str) -> None:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_with_data_parallel(four: Ranks, reduction: str) -> None:
     check(four, Case(reduction, model="even", cp=2, grad_accum=2))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_ring(two: Ranks, reduction: str) -> None:
+    check(two, Case(reduction, model="even", cp=2, cp_method="ring", qk_norm=True))
+
+
+def test_ring4(four: Ranks) -> None:
+    check(four, Case("fsdp", model="even", cp=4, cp_method="ring", qk_norm=True))

@@ -94,7 +94,8 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
-        self.cp = 1, 0  # ranks that share a sequence, and which of its parts is here: see train.parallel.context
+        # of a sequence shared by ranks: the equal pieces that it is cut into, and those here: see train.parallel.context
+        self.pieces, self.mine = 1, (0,)
         self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
         self.shard: VocabShard | None = None  # of the head's vocabulary
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
@@ -102,8 +103,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         length = tokens.shape[1]
+        firsts = tuple(i * length // len(self.mine) for i in self.mine)
         for block in self.layers:
-            cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, first=self.cp[1] * length)
+            cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, firsts)
             with self.saving(x):
                 x = block(x, cos, sin)
         return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
@@ -114,7 +116,7 @@ class Transformer(nn.Module):
         With cp a graph for each piece of a layer: what attention exchanges between ranks lies between them.
         """
         for block in self.layers:
-            block.compile(fullgraph=self.cp[0] == 1)
+            block.compile(fullgraph=self.pieces == 1)
         self.loss = compiled(self.loss)
 
     @torch.no_grad()

@@ -116,6 +116,11 @@ def data_ranks(degrees: dict[str, int]) -> int:
     return degrees["dp_replicate"] * degrees["dp_shard"]
 
 
+def sequence_pieces(method: str, cp: int, index: int) -> tuple[int, tuple[int, ...]]:
+    """(equal pieces that a sequence is cut into, those of them that cp rank `index` has, in order)."""
+    return (cp, (index,)) if method == "ulysses" or cp == 1 else (2 * cp, (index, 2 * cp - 1 - index))
+
+
 def check_model(cfg: Train, degrees: dict[str, int]) -> None:
     """Whether the model's shape and the sequence can be cut that way. Raises ConfigError."""
     m, tp, cp = cfg.model, degrees["tp"], degrees["cp"]
@@ -127,10 +132,13 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
     if cp > 1 and cfg.parallelism.cp_method == "ulysses":
         _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
-    if cfg.seq_len % (cp * tp):
-        low = cfg.seq_len // (cp * tp) * cp * tp
-        near = f"{low}, {low + cp * tp}" if low else f"{cp * tp}"
-        raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of cp x tp = {cp * tp} (nearest: {near})")
+    ring = cp > 1 and cfg.parallelism.cp_method == "ring"
+    unit = cp * tp * (2 if ring else 1)  # its ranks have two pieces of the sequence each
+    if cfg.seq_len % unit:
+        low = cfg.seq_len // unit * unit
+        near = f"{low}, {low + unit}" if low else f"{unit}"
+        what = "2 x cp x tp (cp_method=ring)" if ring else "cp x tp"
+        raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of {what} = {unit} (nearest: {near})")
 
 
 def _check_ulysses(heads: int, kv_heads: int, degrees: dict[str, int]) -> None:
