@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
+from train.memory import levers
+from train.memory.offload import Offload
 from train.model.transformer import Transformer
 from train.parallel import context, tensor
 from train.parallel.build import DTYPES, build, param_dtype
@@ -35,6 +37,9 @@ class Case:
     pp: int = 1
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
     qk_norm: bool = False
+    kv_heads: int | None = None  # others than the model has
+    memory: tuple[tuple[str, Any], ...] = ()  # keys of memory.*
+    attention: str = "math"
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -90,7 +95,7 @@ def configuration(case: Case) -> config.Train:
             dim=24,
             layers=2,
             heads=heads,
-            kv_heads=kv_heads,
+            kv_heads=case.kv_heads or kv_heads,
             head_dim=8,
             ffn=40,
             vocab=vocab,
@@ -100,6 +105,7 @@ def configuration(case: Case) -> config.Train:
         seq_len=SEQ[even],
         parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, cp_method=case.cp_method, tp=case.tp),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        memory=config.Memory("test", **dict(case.memory)),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
@@ -112,15 +118,24 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if case.model == "odd":
         model = Odd(case.widths, case.unused)
     else:
-        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), "math")
+        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
             tensor.apply(model, dims)
             context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
         model.init_weights(0)
+        if dims is not None:
+            _levers(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
+
+
+def _levers(model: Transformer, cfg: config.Train) -> None:
+    levers.apply(model, cfg.memory, CPU)
+    offload = getattr(model.saving, "__self__", None)
+    if isinstance(offload, Offload):
+        offload._min_bytes = 64  # a test's activations are small
 
 
 def rows(step: int, seq_len: int = SEQ[False]) -> tuple[Tensor, Tensor]:

@@ -67,15 +67,17 @@ class Block(nn.Module):
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.recompute: Callable[..., Tensor] | None = None  # see train.memory.recompute
+        self.in_pieces: Callable[..., Tensor] | None = None  # compiled, where it can't be one graph
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        layer = self._layer if self.in_pieces is None else self.in_pieces
         if self.recompute is not None:
-            return self.recompute(self._layer, x, cos, sin)
-        return self._layer(x, cos, sin)
+            return self.recompute(layer, x, cos, sin)
+        return layer(x, cos, sin)
 
     def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -94,8 +96,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
-        # of a sequence shared by ranks: the equal pieces that it is cut into, and those here: see train.parallel.context
-        self.pieces, self.mine = 1, (0,)
+        self.mine: tuple[int, ...] = (0,)  # the equal pieces of a sequence that are here: see train.parallel.context
         self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
         self.shard: VocabShard | None = None  # of the head's vocabulary
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
@@ -113,10 +114,15 @@ class Transformer(nn.Module):
     def compile_layers(self) -> None:
         """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.
 
-        With cp a graph for each piece of a layer: what attention exchanges between ranks lies between them.
+        With cp a graph for each piece of a layer between what its attention exchanges with other ranks, and recompute outside:
+        torch traces a checkpoint as a whole or not at all.
         """
         for block in self.layers:
-            block.compile(fullgraph=self.pieces == 1)
+            assert isinstance(block, Block)
+            if block.attention.across is None:
+                block.compile(fullgraph=True)
+            else:
+                block.in_pieces = torch.compile(block._layer)
         self.loss = compiled(self.loss)
 
     @torch.no_grad()

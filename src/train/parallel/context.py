@@ -37,7 +37,7 @@ def apply(model: Transformer, dims: Dims, method: str) -> None:
     cp = dims.size("cp")
     if cp == 1:
         return
-    model.pieces, model.mine = mesh.sequence_pieces(method, cp, dims.index("cp"))
+    _, model.mine = mesh.sequence_pieces(method, cp, dims.index("cp"))
     name = line.join(dims)
     across: Across = Ulysses(name, cp) if method == "ulysses" else ring.Ring(name)
     for module in model.modules():

@@ -23,7 +23,9 @@ REDUCE = ("dp_replicate", "dp_shard", "cp")  # ranks with other tokens and the s
 class Dims:
     """One rank's place. Groups are made when they are first asked for: all ranks must ask in the same order."""
 
-    def __init__(self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None, cp_method: str = "ulysses") -> None:
+    def __init__(
+        self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None, cp_method: str = "ulysses"
+    ) -> None:
         """`degrees`: what `mesh.resolve` returned. `group`, or the default process group, has their product of ranks, if
         more than one; `rank` is the place in it."""
         self.degrees, self.rank, self.world = degrees, rank, math.prod(degrees[d] for d in DIMS)

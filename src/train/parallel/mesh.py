@@ -130,6 +130,9 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    if cp > 1 and cfg.memory.recompute == "selective" and cfg.compile.name != "none":
+        why = "torch can't keep parts of a layer that cp has compiled in pieces; use full, or compile=none"
+        raise ConfigError("memory.recompute", "selective", why)
     if cp > 1 and cfg.parallelism.cp_method == "ulysses":
         _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
     ring = cp > 1 and cfg.parallelism.cp_method == "ring"

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from train.parallel import line
+from train.parallel import collectives, line
 
 TRAFFIC = "cp_ring"  # its name in the traffic record
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -66,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, name: str, path: str) -> tuple[Tens
             merge(out[:, :, half:], lse[:, :, half:], *block(q[:, :, half:], kv[0], kv[1], False))
         if passing is not None:
             kv = passing.arrived()
-    return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True), lse
+    return out.to(q.dtype), lse
 
 
 @forward.register_fake
@@ -99,8 +98,8 @@ def backward(
         if passing is not None:
             kv = passing.arrived()
     assert travelling is not None
-    dk, dv = travelling.arrived().to(k.dtype, copy=True)
-    return dq.to(q.dtype, copy=True), dk.clone(), dv.clone()
+    dk, dv = (x.to(k.dtype, copy=True) for x in travelling.arrived())
+    return dq.to(q.dtype), dk, dv
 
 
 @backward.register_fake
@@ -118,7 +117,7 @@ class Passing:
         there, here = [0] * to.size, [0] * to.size
         there[(to.rank + 1) % to.size] = here[(to.rank - 1) % to.size] = x.numel()
         self._meter.sent(TRAFFIC, x.nbytes)
-        self._work = dist.all_to_all_single(self._got.view(-1), x.view(-1), here, there, group=to.group, async_op=True)
+        self._work = collectives.all_to_all(self._got.view(-1), x.view(-1), here, there, group=to.group, async_op=True)
 
     def arrived(self) -> Tensor:
         """What the previous rank sent."""
