@@ -140,9 +140,7 @@ class Rank:
         over_ranks = self.dims.size("cp") > 1
         kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
         in_pieces = over_ranks and cfg.compile.name != "none"
-        self.flops = flops.flops_per_token(
-            cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces
-        )
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(

@@ -103,7 +103,9 @@ def configuration(case: Case) -> config.Train:
             qk_norm=case.qk_norm,
         ),
         seq_len=SEQ[even],
-        parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, cp_method=case.cp_method, tp=case.tp),
+        parallelism=config.Parallelism(
+            "test", case.pp, case.dp_replicate, cp=case.cp, cp_method=case.cp_method, tp=case.tp
+        ),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
         memory=config.Memory("test", **dict(case.memory)),
         precision=config.Precision(case.dtype),

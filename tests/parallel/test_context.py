@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.helpers import TINY, frozen, points, status, train
 from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
@@ -20,6 +23,7 @@ from train.parallel.dims import Dims
 
 METHODS = ("ulysses", "ring")
 RECOMPUTE = ({"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "every": 2})
+SAME = ("flops_per_token", "tokens_per_step", "params")  # in a summary, whatever the layout
 OFFLOAD = {"activation_offload": True, "max_inflight_activations": 2}
 
 
@@ -66,7 +70,7 @@ def test_recompute_and_offload(two: Ranks, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fp32(two: Ranks, method: str) -> None:
-    # AdamW's first steps are signs: noise in the smallest gradients. One process is 8e-6 off its own fp64 weights (ring: 1.3e-5)
+    # weights: AdamW's first steps are signs, noise for tiny gradients. One process is 8e-6 off fp64's weights, the ring 1.3e-5
     case = even("fsdp", dtype="fp32", cp_method=method, attention="flash")
     expected = reference(replace(case, cp=1, cp_method="ulysses"))
     assert_equal_runs(two.run(cases.train, case), expected, [1e-5, 1e-4, 1e-4], weight_bound=1e-4)
@@ -102,9 +106,7 @@ def test_eight_ranks_with_any_number_of_kv_heads(eight: Ranks, reduction: str, k
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
 @pytest.mark.parametrize("degrees", ({"tp": 2, "cp": 2}, {"tp": 2, "cp": 4}, {"tp": 4, "cp": 2}))
-def test_eight_ranks_with_tensor_parallel(
-    eight: Ranks, reduction: str, degrees: dict[str, int], method: str
-) -> None:
+def test_eight_ranks_with_tensor_parallel(eight: Ranks, reduction: str, degrees: dict[str, int], method: str) -> None:
     check(eight, even(reduction, OFFLOAD | {"recompute": "full"}, cp_method=method, grad_accum=2, **degrees))
 
 
@@ -113,15 +115,15 @@ def test_eight_ranks_with_tensor_parallel(
 @pytest.mark.parametrize("offload", ({}, OFFLOAD), ids=("", "offload"))
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_recompute(
-    two: Ranks, reduction: str, recompute: dict[str, Any], offload: dict[str, Any], method: str
-) -> None:
+def test_recompute(two: Ranks, reduction: str, recompute: dict[str, Any], offload: dict[str, Any], method: str) -> None:
     check(two, even(reduction, recompute | offload, cp_method=method, attention="flash"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("memory", ({}, {"recompute": "full"}, {"recompute": "budget", "budget": 0.5} | OFFLOAD), ids=str)
+@pytest.mark.parametrize(
+    "memory", ({}, {"recompute": "full"}, {"recompute": "budget", "budget": 0.5} | OFFLOAD), ids=str
+)
 @pytest.mark.parametrize("reduction", ("ddp", "zero2o", "fsdp"))
 def test_compiled(two: Ranks, reduction: str, memory: dict[str, Any], method: str) -> None:
     check(two, even(reduction, memory, cp_method=method, compiled=True))
@@ -210,7 +212,9 @@ def test_a_merge_of_blocks_is_attention_over_all_keys(path: str) -> None:
     grad = torch.randn(whole.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(whole, leaves, grad)
     q, k, v = (x.detach() for x in leaves)
-    first, second = (block_backward(grad, q, k[:, :, s], v[:, :, s], out, lse, False) for s in (slice(3), slice(3, None)))
+    first, second = (
+        block_backward(grad, q, k[:, :, s], v[:, :, s], out, lse, False) for s in (slice(3), slice(3, None))
+    )
     torch.testing.assert_close(first[0] + second[0], wanted[0], rtol=1e-12, atol=1e-12)
     for got, want in ((1, wanted[1]), (2, wanted[2])):
         torch.testing.assert_close(torch.cat((first[got], second[got]), 2), want, rtol=1e-12, atol=1e-12)
@@ -241,6 +245,7 @@ def test_pieces_of_a_sequence_are_each_somewhere_once() -> None:
             {"cp": 2, "seq_len": 18, "method": "ring"},
             "seq_len=18: must be a multiple of 2 x cp x tp (cp_method=ring) = 4 (nearest: 16, 20)",
         ),
+        ({"cp": 2, "method": "ring", "attention": "cudnn"}, "attention=cudnn: cp_method=ring goes with flash or math"),
         (
             {"cp": 2, "recompute": "selective", "compile": "layer"},
             "memory.recompute=selective: torch can't keep parts of a layer that cp has compiled in pieces;"
@@ -249,7 +254,16 @@ def test_pieces_of_a_sequence_are_each_somewhere_once() -> None:
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
-    get = {"heads": 8, "kv_heads": 4, "tp": 1, "seq_len": 24, "method": "ulysses", "recompute": "none", "compile": "none"}
+    get: dict[str, Any] = {
+        "attention": "auto",
+        "heads": 8,
+        "kv_heads": 4,
+        "tp": 1,
+        "seq_len": 24,
+        "method": "ulysses",
+        "recompute": "none",
+        "compile": "none",
+    }
     get |= changes
     cfg = config.Train(
         model=config.Model("m", 24, 2, get["heads"], get["kv_heads"], 8, 40, 64),
@@ -257,8 +271,28 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
         reduction=config.Reduction("fsdp"),
         memory=config.Memory("m", get["recompute"]),
         compile=config.Compile(get["compile"]),
+        attention=config.Attention(get["attention"]),
         seq_len=get["seq_len"],
     )
     with pytest.raises(config.ConfigError) as e:
         mesh.check_model(cfg, mesh.resolve(cfg, get["cp"] * get["tp"]))
     assert str(e.value) == message
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_the_same_rows_under_every_layout(tmp_path: Path) -> None:
+    grid = ["parallelism.cp=1,2", "parallelism.cp_method=ulysses,ring", "reduction=zero2o", "precision=fp64"]
+    done = train("-m", *TINY, *grid, "micro_batch=2", "global_batch=4", "steps=3", "name=cp", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = {}
+    for folder in points(tmp_path / "outputs" / "cp").values():  # the method is nothing that cp=1 differs in
+        degrees = frozen(folder)["parallelism"]
+        losses = pd.read_json(folder / "metrics.jsonl", lines=True)["loss"].to_numpy()
+        ran[degrees["cp"], degrees["cp_method"]] = status(folder)["summary"], losses
+    assert set(ran) == {(1, "ulysses"), (2, "ulysses"), (2, "ring")}
+    plain, expected = ran[1, "ulysses"]
+    for method, sent in (("ulysses", "cp_all_to_all"), ("ring", "cp_ring")):
+        summary, losses = ran[2, method]
+        assert [summary[key] for key in SAME] == [plain[key] for key in SAME]
+        assert losses == pytest.approx(expected, rel=1e-9)
+        assert set(summary["traffic"]["bytes"]) == set(plain["traffic"]["bytes"]) | {sent}

@@ -35,7 +35,8 @@ def flops_per_token(
     """{mfu, mfu_causal, hfu}: FLOPs a token costs, forward and backward, under each convention above.
 
     `memory`: its every and targets count too; `attention`: the path that runs (selective recompute keeps the kernels'
-    results, not math's); `in_pieces`: layers compiled around an exchange (cp), of which full recompute runs all. Raises ConfigError for an unknown memory.recompute.
+    results, not math's), or ring; `in_pieces`: layers compiled around an exchange (cp), of which full recompute runs all.
+    Raises ConfigError for an unknown memory.recompute.
     """
     if recompute not in ("none", "full", "selective", "budget"):
         raise ConfigError("memory.recompute", recompute, "valid: none, full, selective, budget")

@@ -18,7 +18,6 @@ from train.model import rope
 from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
 
-
 Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
 
 

@@ -23,7 +23,9 @@ def local_heads(cfg: config.Model, degrees: dict[str, int], method: str) -> tupl
     return cfg.heads // tp // cp, max(1, cfg.kv_heads // tp // cp)
 
 
-def probe(cfg: config.Train, degrees: dict[str, int], device: torch.device, dtype: torch.dtype) -> Mapping[str, str | None]:
+def probe(
+    cfg: config.Train, degrees: dict[str, int], device: torch.device, dtype: torch.dtype
+) -> Mapping[str, str | None]:
     """`attention.probe` with the heads and the kernels of one rank's attention."""
     method = cfg.parallelism.cp_method
     shape = *local_heads(cfg.model, degrees, method), cfg.model.head_dim

@@ -12,6 +12,7 @@ from train.config import ConfigError, Train
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 ZERO2 = ("zero2", "zero2o", "zero2rs")
+RING_KERNELS = ("flash", "math")  # whose results of blocks parallelism.cp_method=ring merges
 OPEN = -1
 MAX_AUTO_EP = 8  # GPUs of the usual node: beyond, every token crosses the network
 
@@ -136,6 +137,8 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
     if cp > 1 and cfg.parallelism.cp_method == "ulysses":
         _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
     ring = cp > 1 and cfg.parallelism.cp_method == "ring"
+    if ring and cfg.attention.name not in ("auto", *RING_KERNELS):
+        raise ConfigError("attention", cfg.attention.name, f"cp_method=ring goes with {' or '.join(RING_KERNELS)}")
     unit = cp * tp * (2 if ring else 1)  # its ranks have two pieces of the sequence each
     if cfg.seq_len % unit:
         low = cfg.seq_len // unit * unit

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from train.parallel import collectives, line
+from train.parallel.mesh import RING_KERNELS
 
 TRAFFIC = "cp_ring"  # its name in the traffic record
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -185,15 +186,20 @@ def _math_backward(
     return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ q).sum(2), dv
 
 
-KERNELS: dict[str, tuple[Forward, Backward]] = {"flash": (_flash, _flash_backward), "math": (_math, _math_backward)}
+KERNELS: dict[str, tuple[Forward, Backward]] = dict(
+    zip(RING_KERNELS, ((_flash, _flash_backward), (_math, _math_backward)), strict=True)
+)
 
 
 def probe(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, paths: tuple[str, ...]
 ) -> Mapping[str, str | None]:
     """`attention.probe` for the ring: path → None if its kernel accepts the model's shapes, else why not."""
-    found: dict[str, str | None] = dict.fromkeys(paths, "the ring merges blocks of flash or math")
-    q, k, v = (torch.zeros(1, 128, n, head_dim, device=device, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
+    found: dict[str, str | None] = dict.fromkeys(paths, f"the ring merges blocks of {' or '.join(RING_KERNELS)}")
+    q, k, v = (
+        torch.zeros(1, 128, n, head_dim, device=device, dtype=dtype).transpose(1, 2)
+        for n in (heads, kv_heads, kv_heads)
+    )
     for path, (block, block_backward) in KERNELS.items():
         try:
             out, lse = block(q, k, v, True)
