@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
+from train.memory import levers
 from train.model.transformer import Transformer
 from train.parallel import tensor
 from train.parallel.build import DTYPES, build, param_dtype
@@ -27,13 +28,15 @@ class Case:
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    prefetch: int | None = None
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
     pp: int = 1
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
     qk_norm: bool = False
+    memory: tuple[tuple[str, Any], ...] = ()  # (key of memory.*, value)
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -98,7 +101,8 @@ def configuration(case: Case) -> config.Train:
         ),
         seq_len=SEQ[even],
         parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, tp=case.tp),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
+        memory=config.Memory("test", **dict(case.memory)),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
@@ -116,6 +120,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
             tensor.apply(model, dims)
         model.to_empty(device="cpu")
         model.init_weights(0)
+        levers.apply(model, cfg.memory, CPU)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
