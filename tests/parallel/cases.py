@@ -29,7 +29,8 @@ class Case:
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    prefetch: int | None = None
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
@@ -106,7 +107,7 @@ def configuration(case: Case) -> config.Train:
         parallelism=config.Parallelism(
             "test", case.pp, case.dp_replicate, cp=case.cp, cp_method=case.cp_method, tp=case.tp
         ),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
         memory=config.Memory("test", **dict(case.memory)),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
@@ -126,8 +127,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
             context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
         model.init_weights(0)
-        if dims is not None:
-            _levers(model, cfg)
+        _levers(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
