@@ -74,6 +74,7 @@ class Parallelism:
     cp: Degree = 1  # ranks that share one sequence
     cp_method: str = "ulysses"  # ulysses: ranks exchange heads for positions | ring: keys and values go round the ranks
     tp: Degree = 1  # ranks that share every layer's matrices
+    async_tp: bool = False  # compiled layers overlap tp's gathers and scatters with their matmuls (GPUs)
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
 
 

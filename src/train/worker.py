@@ -28,7 +28,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import context, tensor
+from train.parallel import async_tp, context, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -80,6 +80,8 @@ class Rank:
         self.dims = Dims.of(cfg, self.world, self.rank, self.device)
         self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
         self.heart.beat("build")
+        if cfg.parallelism.async_tp:
+            async_tp.enable(self.dims)
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)

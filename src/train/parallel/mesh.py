@@ -131,6 +131,8 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    if cfg.parallelism.async_tp:
+        _check_async_tp(cfg, tp)
     keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * cp
     if keep is not None and not isinstance(keep, bool) and (keep < 2 or keep >= shards or shards % keep):
         few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
@@ -150,6 +152,17 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
         near = f"{low}, {low + unit}" if low else f"{unit}"
         what = "2 x cp x tp (cp_method=ring)" if ring else "cp x tp"
         raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of {what} = {unit} (nearest: {near})")
+
+
+def _check_async_tp(cfg: Train, tp: int) -> None:
+    """`cfg.device` is resolved. Raises ConfigError."""
+    for wrong, why in (
+        (tp == 1, "needs parallelism.tp above 1"),
+        (cfg.compile.name == "none", "Inductor does it; needs compile=layer"),
+        (cfg.device == "cpu", "needs GPUs, which read each other's memory; here is device=cpu"),
+    ):
+        if wrong:
+            raise ConfigError("parallelism.async_tp", True, why)
 
 
 def _check_ulysses(heads: int, kv_heads: int, degrees: dict[str, int]) -> None:
