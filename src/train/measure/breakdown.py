@@ -33,7 +33,11 @@ CODE = (
     ("memory/streamed.py", "optimizer state"),
     ("optim/adamw.py", "optimizer state"),
 )
-FUNCTIONS = (("parallel/zero2.py", "_sum", "gradients"), ("parallel/replicated.py", "run", "optimizer state"))
+FUNCTIONS = (
+    ("parallel/zero2.py", "_sum", "gradients"),
+    ("parallel/replicated.py", "run", "optimizer state"),
+    ("parallel/ring.py", "__init__", "communication"),
+)
 
 
 @dataclass
