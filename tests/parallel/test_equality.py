@@ -1,5 +1,6 @@
 """Every reduction on 2 and 4 ranks against one process on the same global batch: losses, gradients, norms, weights."""
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +23,9 @@ def one_process(case: Case) -> Outcome:
 
 def reference(case: Case) -> Outcome:
     """One process, plain AdamW on all gradients, same rows, micro-batches that hold all ranks' rows."""
-    return one_process(replace(case, reduction="ddp", accumulate=None, reshard=None, dp_replicate=-1, compiled=False))
+    return one_process(
+        replace(case, reduction="ddp", accumulate=None, reshard=None, dp_replicate=-1, compiled=False, pp=1, pp_schedule=None, pp_virtual=None)
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -34,7 +37,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 def assert_equal_runs(outcomes: list[Outcome], expected: Outcome, bounds: list[float]) -> None:
     """Every tensor of every step within bounds[step] by norm; all ranks hold the same."""
     for step, bound in enumerate(bounds):
-        losses = [o.losses[step] for o in outcomes]
+        losses = [o.losses[step] for o in outcomes if not math.isnan(o.losses[step])]  # a pipeline's last stage alone has it
         assert sum(losses) / len(losses) == pytest.approx(expected.losses[step], rel=bound)
         for out in outcomes:
             assert out.norms[step] == outcomes[0].norms[step]

@@ -80,7 +80,7 @@ def _refuse_product(want: dict[str, int], nproc: int) -> None:
 
 def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
     reduction = cfg.reduction.name
-    for name in ("pp", "cp"):
+    for name in ("cp",):
         if got[name] > 1:
             raise ConfigError(f"parallelism.{name}", got[name], "is not built yet; must be 1")
     refused = ("pp", "cp", "tp") if cfg.round.name != "none" else ("pp", "tp") if reduction in ZERO2 else ()

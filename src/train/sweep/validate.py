@@ -18,7 +18,7 @@ from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
 from train.names import nearest
-from train.parallel import mesh
+from train.parallel import mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -95,6 +95,7 @@ def values(cfg: Train) -> None:
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
     mesh.values(cfg)
+    stages.values(cfg)
     memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
@@ -238,7 +239,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
-        batch(cfg, mesh.data_ranks(degrees))
+        stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)
     return None
