@@ -84,8 +84,6 @@ def values(cfg: Train) -> None:
         raise ConfigError("parallelism.pp_schedule", p.pp_schedule, f"must be one of {', '.join(SCHEDULES)}{hint}")
     if p.pp_virtual is not None and not 1 <= p.pp_virtual <= MANY:
         raise ConfigError("parallelism.pp_virtual", p.pp_virtual, f"must be an integer between 1 and {MANY} or null")
-    if p.pp_split is not None and (not p.pp_split or min(p.pp_split) < 1):
-        raise ConfigError("parallelism.pp_split", p.pp_split, "must be layers per stage, each at least 1, or null")
 
 
 def plan(cfg: Train, pp: int, micro_batches: int) -> Plan | None:
@@ -162,9 +160,9 @@ def _split(cfg: Train, pp: int, virtual: int) -> list[int]:
             why = f"pp={pp} x pp_virtual={virtual} makes {stages} stages of at least one layer; model.layers={layers}"
             raise ConfigError("parallelism.pp", pp, why)
         return balanced(*costs(cfg), stages)
-    if len(given) != stages or sum(given) != layers:
+    if len(given) != stages or sum(given) != layers or min(given) < 1:
         shown = f"[{','.join(map(str, given))}]"
-        why = f"must be pp x pp_virtual = {stages} numbers that add up to model.layers={layers}"
+        why = f"must be pp x pp_virtual = {stages} numbers, each at least 1, that add up to model.layers={layers}"
         raise ConfigError("parallelism.pp_split", shown, why)
     return list(given)
 
