@@ -88,7 +88,9 @@ class Reduction:
     name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
     bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
     accumulate: Optional[str] = None  # zero2*, fsdp: reduce `once` a step, or after `every` micro-batch
-    reshard_after_forward: Optional[bool] = None  # fsdp: free gathered weights after forward
+    # fsdp: free gathered weights after forward; a number: keep them over so many neighbouring ranks
+    reshard_after_forward: Optional[Union[bool, int]] = None
+    prefetch: Optional[int] = None  # fsdp: layers whose weights are gathered ahead; null: torch's own choice, one
 
 
 @dataclass

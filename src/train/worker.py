@@ -318,6 +318,11 @@ class Rank:
             },
         }
 
+    def traffic(self) -> dict[str, Any]:
+        """What the reduction and the layers' own collectives sent."""
+        found = self.dp.traffic()
+        return found | {"bytes": found["bytes"] | tensor.traffic(self.cfg, self.dims, self.dtype.itemsize)}
+
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""
         cfg = self.cfg
@@ -334,7 +339,7 @@ class Rank:
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
-            "traffic": self.dp.traffic(),
+            "traffic": self.traffic(),
             "engine": self.engine(),
             "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,

@@ -28,7 +28,8 @@ class Case:
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    prefetch: int | None = None
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
@@ -36,10 +37,9 @@ class Case:
     pp_schedule: str | None = None
     pp_virtual: int | None = None
     layers: int = 2
-    lm_head_chunk: int | None = None
-    recompute: str = "none"
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
     qk_norm: bool = False
+    memory: tuple[tuple[str, Any], ...] = ()  # (key of memory.*, value)
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -108,8 +108,8 @@ def configuration(case: Case) -> config.Train:
             pp_virtual=case.pp_virtual,
         ),
         grad_accum=case.grad_accum,
-        memory=config.Memory("test", case.recompute, lm_head_chunk=case.lm_head_chunk),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
+        memory=config.Memory("test", **dict(case.memory)),
         compile=config.Compile("layer" if case.compiled else "none"),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),

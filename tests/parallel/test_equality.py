@@ -23,9 +23,9 @@ def one_process(case: Case) -> Outcome:
 
 def reference(case: Case) -> Outcome:
     """One process, plain AdamW on all gradients, same rows, micro-batches that hold all ranks' rows."""
-    return one_process(
-        replace(case, reduction="ddp", accumulate=None, reshard=None, dp_replicate=-1, compiled=False, pp=1, pp_schedule=None, pp_virtual=None)
-    )
+    same = {"accumulate": None, "reshard": None, "prefetch": None, "dp_replicate": -1, "compiled": False, "memory": ()}
+    same |= {"pp_schedule": None, "pp_virtual": None}
+    return one_process(replace(case, reduction="ddp", tp=1, cp=1, pp=1, **same))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -111,6 +111,10 @@ def test_shards_of_odd_and_tiny_tensors(four: Ranks, reduction: str) -> None:
 @pytest.mark.parametrize("grad_accum", (1, 2))
 def test_hsdp(four: Ranks, grad_accum: int) -> None:
     check_fp64(four, Case("fsdp", dp_replicate=2, grad_accum=grad_accum))
+
+
+def test_fsdp_resharding_to_two_of_four_and_gathering_ahead(four: Ranks) -> None:
+    check_fp64(four, Case("fsdp", reshard=2, prefetch=2, grad_accum=2))
 
 
 @pytest.mark.parametrize("grad_accum", (1, 2))

@@ -27,8 +27,9 @@ class Dims:
         more than one; `rank` is the place in it."""
         self.degrees, self.rank, self.world = degrees, rank, math.prod(degrees[d] for d in DIMS)
         self.device, self._whole = device, group
-        places = torch.arange(self.world).view([degrees[d] for d in DIMS])
-        self._place = dict(zip(DIMS, (places == rank).nonzero()[0].tolist(), strict=True))
+        self._place: dict[str, int] = {}
+        for name in reversed(DIMS):
+            rank, self._place[name] = divmod(rank, degrees[name])
         self._groups: dict[tuple[str, ...], Any] = {}
 
     @classmethod
@@ -61,6 +62,7 @@ class Dims:
             self._groups[names] = part.get_group()
         return self._groups[names]
 
+    @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
         """For fully_shard: [dp_replicate, shard] or, with one copy, [shard]; shard is dp_shard x cp."""
         shards = self.group("dp_shard", "cp")

@@ -36,7 +36,7 @@ def resolve(cfg: Train, nproc: int) -> dict[str, int]:
 
     Raises ConfigError for degrees that don't multiply to nproc or that the reduction can't have.
     """
-    want = {name: _degree(cfg, name) for name in DIMS}
+    want: dict[str, int] = {name: _degree(cfg, name) for name in DIMS}
     got = dict(want)
     open_ = [name for name in ("pp", "cp", "tp") if want[name] == OPEN]
     if len(open_) > 1:
@@ -125,6 +125,11 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * cp
+    if keep is not None and not isinstance(keep, bool) and (keep < 2 or keep >= shards or shards % keep):
+        few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
+        why = f"must be true, false or a divisor between 1 and dp_shard x cp = {shards} (valid: {few})"
+        raise ConfigError("reduction.reshard_after_forward", keep, why)
     if cfg.seq_len % (cp * tp):
         low = cfg.seq_len // (cp * tp) * cp * tp
         near = f"{low}, {low + cp * tp}" if low else f"{cp * tp}"

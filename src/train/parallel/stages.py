@@ -140,6 +140,7 @@ def _check_company(cfg: Train, name: str) -> None:
     for key, wrong in (
         ("reshard_after_forward", r.reshard_after_forward not in (None, False)),
         ("accumulate", r.accumulate == "every"),
+        ("prefetch", r.prefetch is not None),
     ):
         if wrong:
             why = f"with parallelism.pp={pp} gathered weights stay and gradients are reduced once a step; leave it out"

@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def __init__(self, cfg: config.Model, first: int, group: str, tp: int) -> None:
         """`cfg`: local."""
-        super().__init__(cfg.vocab, cfg.dim, device="meta")
+        super().__init__(cfg.vocab, cfg.dim)
         self.first, self.group, self.tp = first, group, tp
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -137,3 +137,20 @@ def assemble(name: str, mine: Tensor, dims: Dims) -> Tensor:
     parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(dims.size("tp"))]
     dist.all_gather(parts, mine.contiguous(), group=dims.group("tp"))
     return torch.cat(parts, at)
+
+
+def traffic(cfg: config.Train, dims: Dims, itemsize: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step for gathering and scattering sequences, as rings send them; by the layout, for a
+    compiled layer shows no counters."""
+    tp = dims.size("tp")
+    if tp == 1:
+        return {}
+    assert cfg.grad_accum is not None
+    once = cfg.micro_batch * cfg.seq_len // dims.size("cp", "tp") * cfg.model.dim * itemsize * (tp - 1)
+    layers = cfg.model.layers
+    # attention and FFN gather once and scatter once each, and the reverse in backward; embedding and head likewise, together
+    gathers = scatters = 4 * layers + 2
+    if cfg.memory.recompute == "full":  # all over again but for the last scatter, whose result nothing needs
+        again = -(-layers // cfg.memory.every)
+        gathers, scatters = gathers + 2 * again, scatters + again
+    return {"tp_all_gather": gathers * once * cfg.grad_accum, "tp_reduce_scatter": scatters * once * cfg.grad_accum}

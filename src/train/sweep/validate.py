@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "reduction.prefetch": (1, 10**5),
     "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "round.inner_steps": (1, 10**7),
@@ -222,6 +223,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
             ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
             ("reshard_after_forward", ("fsdp",)),
+            ("prefetch", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
                 raise ConfigError(
@@ -239,6 +241,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
+        memory_rules.layout(cfg, degrees)
         stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)
