@@ -76,6 +76,11 @@ class Parallelism:
     tp: Degree = 1  # ranks that share every layer's matrices
     async_tp: bool = False  # compiled layers overlap tp's gathers and scatters with their matmuls (GPUs)
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
+    # gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev; null: 1f1b, with pp_virtual
+    # above 1 interleaved_1f1b
+    pp_schedule: Optional[str] = None
+    pp_virtual: Optional[int] = None  # pipeline stages a rank; null: what the schedule usually has
+    pp_split: Optional[list[int]] = None  # layers of each stage; null: balanced, embedding and head weighed
 
 
 @dataclass

@@ -21,14 +21,14 @@ from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks, telemetry
+from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
 from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import async_tp, context, tensor
+from train.parallel import async_tp, context, pipeline, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -51,6 +51,8 @@ class Rank:
         self.seconds: dict[str, float] = {}
         self.replay: passes.Replay | None = None
         self.rounds: Round | None = None
+        self.pipeline: pipeline.Pipeline | None = None
+        self.pipelined: dict[str, Any] | None = None  # what came of it
         self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
 
@@ -85,6 +87,7 @@ class Rank:
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
+            pipeline.prune(model, cfg, self.dims)
         context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
@@ -132,6 +135,8 @@ class Rank:
             place = Dims.of(inner, islands.size, self.rank % islands.size, self.device, islands.inner)
             self.dp = build(model, inner, place)
             self.rounds = Round(cfg.round, self.dp, islands, self.device)
+        if self.dims.size("pp") > 1:
+            self.pipeline = pipeline.Pipeline(model, cfg, self.dims, self.dtype)
         if self.replay is not None:
             self.replay.attach(self.dp)
 
@@ -212,6 +217,13 @@ class Rank:
         total: torch.Tensor | None = None
         data_s = 0.0
         self.dp.announce(self.lr(step))
+        if self.pipeline is not None:
+            t = time.perf_counter()
+            rows = torch.cat([self.rows(step, index) for index in range(accum)])
+            data_s = time.perf_counter() - t
+            loss = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
+            self.breakdown.backward_done()
+            return loss, self.dp.step(self.lr(step)), data_s
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)
@@ -225,6 +237,10 @@ class Rank:
         assert total is not None
         self.breakdown.backward_done()
         return total, self.dp.step(self.lr(step)), data_s
+
+    def broken(self) -> Any:
+        """The module that a fault breaks."""
+        return self.dp.module if self.pipeline is None else self.pipeline.chunks[-1]
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
@@ -252,7 +268,9 @@ class Rank:
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
-            with self.faults.at(step, self.dp.module), self.breakdown.at(step):
+            if self.pipeline is not None and step in self.trace.steps:
+                self.pipeline.timeline.align = self.dims.group("pp")
+            with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             self.after_step(step, meter)
@@ -273,7 +291,7 @@ class Rank:
         self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
-            with self.faults.at(step, self.dp.module):
+            with self.faults.at(step, self.broken()):
                 self.train_step(step)
             self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
@@ -332,12 +350,26 @@ class Rank:
             "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,
             "checkpoint": self.checkpoints.report() if self.checkpoints else None,
+            "pipeline": self.pipelined,
         }
+
+    def report_pipeline(self, line: pipeline.Pipeline) -> dict[str, Any]:
+        """Its measured and theoretical bubble; with profile=true the schedule as executed stays in the folder. Collective."""
+        found = timeline.report(line.timeline, line.plan, self.dims, self.host_group)
+        executed = found.pop("executed")
+        if self.cfg.profile and self.rank == 0:
+            write(self.folder / "schedule.json", {"schema": 1} | found | executed)
+        return found
 
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
         result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
+        if self.pipeline is not None:
+            self.pipelined = self.report_pipeline(self.pipeline)
+            result["rank_stages"], result["rank_idle"] = (
+                self.pipelined.pop(key)[self.rank] for key in ("rank_stages", "rank_idle")
+            )
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

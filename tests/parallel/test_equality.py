@@ -1,5 +1,6 @@
 """Every reduction on 2 and 4 ranks against one process on the same global batch: losses, gradients, norms, weights."""
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -23,6 +24,7 @@ def one_process(case: Case) -> Outcome:
 def reference(case: Case) -> Outcome:
     """One process, plain AdamW on all gradients, same rows, micro-batches that hold all ranks' rows."""
     same = {"accumulate": None, "reshard": None, "prefetch": None, "dp_replicate": -1, "compiled": False, "memory": ()}
+    same |= {"pp_schedule": None, "pp_virtual": None}
     return one_process(replace(case, reduction="ddp", tp=1, cp=1, pp=1, **same))
 
 
@@ -38,7 +40,9 @@ def assert_equal_runs(
     """Every tensor of every step within bounds[step] by norm, weights within `weight_bound` if that is more; all ranks hold
     the same."""
     for step, bound in enumerate(bounds):
-        losses = [o.losses[step] for o in outcomes]
+        losses = [
+            o.losses[step] for o in outcomes if not math.isnan(o.losses[step])
+        ]  # a pipeline's last stage alone has it
         assert sum(losses) / len(losses) == pytest.approx(expected.losses[step], rel=bound)
         for out in outcomes:
             assert out.norms[step] == outcomes[0].norms[step]

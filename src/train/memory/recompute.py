@@ -49,9 +49,9 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if cfg.recompute == "selective":
         again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, Keep(cfg.targets))
-    for index, block in enumerate(model.layers):
+    for index, block in model.layers.named_children():  # its index in the whole model, whatever a rank has of it
         assert isinstance(block, Block)
-        on = cfg.recompute in ("full", "selective") and index % cfg.every == 0
+        on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
         block.recompute = again if on else None
 
 

@@ -90,25 +90,31 @@ class Transformer(nn.Module):
         """`attention`: a path that `attention.select` returned, or "auto" to leave the kernel to torch."""
         super().__init__()
         self.cfg = cfg
-        self.embed = nn.Embedding(cfg.vocab, cfg.dim)
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.vocab, cfg.dim)  # None, as norm: on another pipeline stage
         self.layers = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.layers))
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
         self.mine: tuple[int, ...] = (0,)  # the equal pieces of a sequence that are here: see train.parallel.context
         self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
         self.shard: VocabShard | None = None  # of the head's vocabulary
+        self.chunks: tuple[nn.Module, ...] = ()  # its stages of a pipeline: see train.parallel.pipeline
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        length = tokens.shape[1]
+        assert self.embed is not None and self.norm is not None  # else it runs by its chunks
+        x = self.run(self.layers, self.embed(tokens), tokens.shape[1])
+        return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
+
+    def run(self, layers: nn.ModuleList, x: Tensor, length: int) -> Tensor:
+        """x [B, T, dim] through some of the layers; `length`: positions of a row on this rank, T times the ranks that share
+        them between the matrices."""
         firsts = tuple(i * length // len(self.mine) for i in self.mine)
-        for block in self.layers:
+        for block in layers:
             cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, firsts)
             with self.saving(x):
                 x = block(x, cos, sin)
-        return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
+        return x
 
     def compile_layers(self) -> None:
         """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.

@@ -103,6 +103,15 @@ class Dims:
         for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
 
+    def union_over_pp(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the pipeline's ranks have together, by name, on each of them, in the order of the ranks. Collective."""
+        if self.size("pp") == 1:
+            return mine
+        parts: list[Any] = [None] * self.size("pp")
+        host = {name: t.cpu() for name, t in mine.items()}
+        dist.all_gather_object(parts, host, group=self.group("pp"))
+        return {name: t.to(self.device) for part in parts for name, t in part.items()}
+
     def rows_of_sequence(self, rows: Tensor) -> Tensor:
         """This cp rank's positions of [rows, T]: [rows, T / cp]."""
         if self.size("cp") == 1:

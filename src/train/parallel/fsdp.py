@@ -3,7 +3,7 @@
 Parameters are the fp32 masters; with a lower compute dtype they are gathered in it and gradients are reduced in fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train import config
@@ -39,21 +39,26 @@ class Fsdp(DataParallel):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
         devices = dims.shard_mesh
+        # a pipeline has several micro-batches under way at once: their layers would be gathered again and again
+        chunks = getattr(model, "chunks", ())
         # gathered weights then live until the step's last backward
         reshard = cfg.reduction.reshard_after_forward
-        self._reshard: bool | int = True if reshard is None else reshard
+        self._reshard: bool | int = not chunks if reshard is None else reshard
         self._keep = self._reshard is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
-        self._once = cfg.reduction.accumulate == "once"
+        self._once = cfg.reduction.accumulate == "once" or bool(chunks)
         self.meter = dims.meter
-        self.module: Any = self._wrap(model, devices, cfg.reduction.prefetch)
+        self.module: Any = self._wrap(model, chunks or (model,), devices, cfg.reduction.prefetch)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
         self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = Optimizers(cfg, device).make(self._pieces)
         self._micro_batches = 0
 
-    def _wrap(self, model: nn.Module, devices: DeviceMesh, prefetch: int | None) -> FSDPModule:
+    def _wrap(
+        self, model: nn.Module, roots: Sequence[nn.Module], devices: DeviceMesh, prefetch: int | None
+    ) -> nn.Module:
+        """Every block and, with the rest, every root: the model, or the stages of a pipeline."""
         stored = next(model.parameters()).dtype
         mixed = self._compute != stored
         policy = MixedPrecisionPolicy(
@@ -68,9 +73,11 @@ class Fsdp(DataParallel):
                 block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
             )
         self._prefetch(prefetch)
-        return fully_shard(
-            model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
-        )
+        for root in roots:
+            fully_shard(
+                root, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
+            )
+        return model
 
     def _prefetch(self, depth: int | None) -> None:
         """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes."""

@@ -81,9 +81,6 @@ def _refuse_product(want: dict[str, int], nproc: int) -> None:
 
 def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
     reduction = cfg.reduction.name
-    for name in ("pp",):
-        if got[name] > 1:
-            raise ConfigError(f"parallelism.{name}", got[name], "is not built yet; must be 1")
     refused = ("pp", "cp", "tp") if cfg.round.name != "none" else ("pp", "tp") if reduction in ZERO2 else ()
     who = f"round={cfg.round.name} goes with data parallel only" if cfg.round.name != "none" else (
         f"{reduction} goes with cp only; ddp and fsdp go with tp, pp, cp and ep"

@@ -48,6 +48,7 @@ def apply(model: Transformer, dims: Dims) -> None:
         if isinstance(module, (Attention, FeedForward)):
             module.register_forward_pre_hook(lambda _, args: (gather(args[0], group, tp), *args[1:]))
             module.register_forward_hook(lambda _, __, out: scatter(out, group, tp))
+    assert model.norm is not None
     model.norm.register_forward_hook(lambda _, __, out: gather(out, group, tp))
     model.shard = loss.VocabShard(first, group)
     model.loss = loss.build(config.Memory(), model.shard)

@@ -18,7 +18,7 @@ from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
 from train.names import nearest
-from train.parallel import mesh
+from train.parallel import mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -97,6 +97,7 @@ def values(cfg: Train) -> None:
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
     mesh.values(cfg)
+    stages.values(cfg)
     memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
@@ -242,7 +243,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
         memory_rules.layout(cfg, degrees)
-        batch(cfg, mesh.data_ranks(degrees))
+        stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)
     return None
