@@ -46,7 +46,8 @@ class DataParallel(ABC):
 
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         """Copies of master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank. Collective."""
-        return {name: tensor.assemble(name, part, self._dims) for name, part in self.unsharded(kind).items()}
+        mine = {name: tensor.assemble(name, part, self._dims) for name, part in self.unsharded(kind).items()}
+        return self._dims.union_over_pp(mine)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Master weights by parameter name, gathered whole on every rank."""
