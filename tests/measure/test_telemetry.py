@@ -59,8 +59,6 @@ class Device:
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
         return self._get("reasons")
 
-    nvmlDeviceGetCurrentClocksThrottleReasons = nvmlDeviceGetCurrentClocksEventReasons
-
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
         listed = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._get("processes")]
         self.at += 1  # the last reading of a sample
