@@ -64,7 +64,9 @@ def _boxes(ax: Axes, row: int, actions: list[Any], scale: float, width: float) -
         alpha = 1 - 0.5 * stages.index(stage) / max(1, len(stages) - 1)
         left, length = begin * scale, (end - begin) * scale
         ax.add_patch(
-            Rectangle((left, row - 0.38), length, 0.76, facecolor=KINDS[kind][1], alpha=alpha, edgecolor="white", lw=0.5)
+            Rectangle(
+                (left, row - 0.38), length, 0.76, facecolor=KINDS[kind][1], alpha=alpha, edgecolor="white", lw=0.5
+            )
         )
         if length > LABELLED * width:
             ax.text(left + length / 2, row, str(micro_batch), ha="center", va="center", fontsize=7, color="white")

@@ -72,7 +72,9 @@ class Parallelism:
     dp_replicate: Degree = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
     dp_shard: Degree = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
     cp: Degree = 1  # ranks that share one sequence
+    cp_method: str = "ulysses"  # ulysses: ranks exchange heads for positions | ring: keys and values go round the ranks
     tp: Degree = 1  # ranks that share every layer's matrices
+    async_tp: bool = False  # compiled layers overlap tp's gathers and scatters with their matmuls (GPUs)
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
     # gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev; null: 1f1b, with pp_virtual
     # above 1 interleaved_1f1b

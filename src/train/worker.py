@@ -28,7 +28,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import pipeline, tensor
+from train.parallel import async_tp, context, pipeline, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -79,14 +79,16 @@ class Rank:
         """Model, reduction, data: in that order, each from the frozen configuration."""
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
-        found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self._select_attention(found)
-        self.heart.beat("build")
         self.dims = Dims.of(cfg, self.world, self.rank, self.device)
+        self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
+        self.heart.beat("build")
+        if cfg.parallelism.async_tp:
+            async_tp.enable(self.dims)
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
             pipeline.prune(model, cfg, self.dims)
+        context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -112,8 +114,9 @@ class Rank:
             self.attention = attention.select(cfg.attention.name, probed, order)
         else:
             files = qualified.load(qualified.shipped(), qualified.cache())
+            heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
             known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),
             )  # fmt: skip
             self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
@@ -141,7 +144,10 @@ class Rank:
         """FLOPs, peak and the host-side group that step times travel over."""
         cfg = self.cfg
         assert cfg.global_batch is not None
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, self.attention)
+        over_ranks = self.dims.size("cp") > 1
+        kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
+        in_pieces = over_ranks and cfg.compile.name != "none"
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(

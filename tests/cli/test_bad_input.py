@@ -127,6 +127,7 @@ def test_there_are_enough_kinds() -> None:
 LATE: dict[str, tuple[str, ...]] = {
     "nproc=1000": ("nproc=1000", "at most"),
     "model.heads=3": ("model.kv_heads=2", "must divide model.heads=3"),
+    "reduction=fsdp parallelism.cp=2 model.heads=5 model.kv_heads=5": ("parallelism.cp=2", "valid: 1, 5", "ring"),
     "global_batch=7,9,11": ("global_batch=7", "multiple of micro_batch", "8"),
 }
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from train import config
 from train.memory import levers
+from train.memory.offload import Offload
 from train.model.transformer import Transformer
-from train.parallel import pipeline, tensor
+from train.parallel import context, pipeline, tensor
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
 
@@ -33,13 +34,16 @@ class Case:
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
+    cp_method: str = "ulysses"
     pp: int = 1
     pp_schedule: str | None = None
     pp_virtual: int | None = None
     layers: int = 2
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
     qk_norm: bool = False
-    memory: tuple[tuple[str, Any], ...] = ()  # (key of memory.*, value)
+    kv_heads: int | None = None  # others than the model has
+    memory: tuple[tuple[str, Any], ...] = ()  # keys of memory.*
+    attention: str = "math"
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -95,7 +99,7 @@ def configuration(case: Case) -> config.Train:
             dim=24,
             layers=case.layers,
             heads=heads,
-            kv_heads=kv_heads,
+            kv_heads=case.kv_heads or kv_heads,
             head_dim=8,
             ffn=40,
             vocab=vocab,
@@ -104,7 +108,13 @@ def configuration(case: Case) -> config.Train:
         ),
         seq_len=SEQ[even],
         parallelism=config.Parallelism(
-            "test", case.pp, case.dp_replicate, cp=case.cp, tp=case.tp, pp_schedule=case.pp_schedule,
+            "test",
+            case.pp,
+            case.dp_replicate,
+            cp=case.cp,
+            cp_method=case.cp_method,
+            tp=case.tp,
+            pp_schedule=case.pp_schedule,
             pp_virtual=case.pp_virtual,
         ),
         grad_accum=case.grad_accum,
@@ -123,16 +133,24 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if case.model == "odd":
         model = Odd(case.widths, case.unused)
     else:
-        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), "math")
+        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
             tensor.apply(model, dims)
             pipeline.prune(model, cfg, dims)
+            context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
         model.init_weights(0)
-        levers.apply(model, cfg.memory, CPU)
+        _levers(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
+
+
+def _levers(model: Transformer, cfg: config.Train) -> None:
+    levers.apply(model, cfg.memory, CPU)
+    offload = getattr(model.saving, "__self__", None)
+    if isinstance(offload, Offload):
+        offload._min_bytes = 64  # a test's activations are small
 
 
 def rows(step: int, seq_len: int = SEQ[False]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from train import config
 from train.memory import levers
 from train.model.transformer import Transformer
-from train.parallel import pipeline, tensor
+from train.parallel import context, pipeline, tensor
 from train.parallel.base import DataParallel
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import ISLAND, REDUCE, Dims
@@ -28,7 +28,7 @@ def main(file: str, rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.nproc)
     device = torch.device("cpu")
     dims = Dims.of(cfg, cfg.nproc, rank, device)
-    for names in (REDUCE, ISLAND, ("pp",), ("tp",), ("dp_shard", "cp")):
+    for names in (REDUCE, ISLAND, ("pp",), ("tp",), ("cp",), ("dp_shard", "cp")):
         dims.group(*names)  # a mesh holds real ranks
     assert dims.shard_mesh.size() == dims.size(*REDUCE)
     torch.set_default_dtype(param_dtype(cfg, DTYPES[cfg.precision.name]))
@@ -36,6 +36,7 @@ def main(file: str, rank: int) -> None:
         model = Transformer(tensor.local(cfg.model, dims.size("tp")), "math")
         tensor.apply(model, dims)
         pipeline.prune(model, cfg, dims)
+        context.apply(model, dims, cfg.parallelism.cp_method)
         levers.apply(model, cfg.memory, device)
         dp = build(model, cfg, dims)
         loss = pipelined(model, cfg, dims) if dims.size("pp") > 1 else accumulated(dp, cfg, dims)

@@ -75,11 +75,21 @@ def test_pairs_with_tensor_parallel(four: Ranks, reduction: str, name: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pairs_with_context_parallel(four: Ranks, reduction: str, name: str) -> None:
+    check(four, replace(ONE, reduction=reduction, pp_schedule=name, model="even", cp=2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("1f1b", "zbv"))
 @pytest.mark.parametrize("tp", (1, 2))
 def test_hsdp_and_triples(eight: Ranks, name: str, tp: int) -> None:
     """pp 2 x dp_replicate 2 x dp_shard 2, and pp 2 x dp_shard 2 x tp 2."""
-    check(eight, replace(ONE, reduction="fsdp", pp_schedule=name, dp_replicate=2 // tp, model="even", tp=tp, grad_accum=2 * tp))
+    check(
+        eight,
+        replace(ONE, reduction="fsdp", pp_schedule=name, dp_replicate=2 // tp, model="even", tp=tp, grad_accum=2 * tp),
+    )
 
 
 @pytest.mark.slow

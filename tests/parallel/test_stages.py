@@ -205,7 +205,10 @@ def test_idle_of_an_order_by_hand() -> None:
     def b(stage: int, micro_batch: int) -> Action:
         return Action(stage, micro_batch, "B")
 
-    one_f_one_b = [[f(0, 0), f(0, 1), b(0, 0), f(0, 2), b(0, 1), b(0, 2)], [f(1, 0), b(1, 0), f(1, 1), b(1, 1), f(1, 2), b(1, 2)]]
+    one_f_one_b = [
+        [f(0, 0), f(0, 1), b(0, 0), f(0, 2), b(0, 1), b(0, 2)],
+        [f(1, 0), b(1, 0), f(1, 1), b(1, 1), f(1, 2), b(1, 2)],
+    ]
     assert idle(one_f_one_b, 2) == pytest.approx([1 / 4, 1 / 4])
     with pytest.raises(ValueError, match="without end"):
         idle([[b(0, 0), f(0, 0)], [f(1, 0), b(1, 0)]], 2)

@@ -33,7 +33,7 @@ KEPT = (
     "torch_attn",  # variable-length attention
 )
 #: Kept whatever memory.targets says: a collective that one rank runs again and another doesn't is a deadlock.
-ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "train_cp")
 
 
 def apply(model: Transformer, cfg: config.Memory) -> None:

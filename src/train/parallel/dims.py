@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from train import config
 from train.parallel import collectives
-from train.parallel.mesh import DIMS, resolve
+from train.parallel.mesh import DIMS, resolve, sequence_pieces
+from train.parallel.traffic import Meter
 
 ISLAND = ("pp", "dp_shard", "cp", "tp")  # one copy of the training state
 DATA = ("dp_replicate", "dp_shard")  # ranks with other rows
@@ -22,20 +23,24 @@ REDUCE = ("dp_replicate", "dp_shard", "cp")  # ranks with other tokens and the s
 class Dims:
     """One rank's place. Groups are made when they are first asked for: all ranks must ask in the same order."""
 
-    def __init__(self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None) -> None:
+    def __init__(
+        self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None, cp_method: str = "ulysses"
+    ) -> None:
         """`degrees`: what `mesh.resolve` returned. `group`, or the default process group, has their product of ranks, if
         more than one; `rank` is the place in it."""
         self.degrees, self.rank, self.world = degrees, rank, math.prod(degrees[d] for d in DIMS)
         self.device, self._whole = device, group
+        self.meter = Meter(device)  # of all that this rank sends
         self._place: dict[str, int] = {}
         for name in reversed(DIMS):
             rank, self._place[name] = divmod(rank, degrees[name])
+        self._pieces = sequence_pieces(cp_method, degrees["cp"], self._place["cp"])
         self._groups: dict[tuple[str, ...], Any] = {}
 
     @classmethod
     def of(cls, cfg: config.Train, world: int, rank: int, device: torch.device, group: Any = None) -> "Dims":
         """From a configuration. Raises ConfigError for degrees that can't be."""
-        return cls(resolve(cfg, world), rank, device, group)
+        return cls(resolve(cfg, world), rank, device, group, cfg.parallelism.cp_method)
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
@@ -108,7 +113,9 @@ class Dims:
         return {name: t.to(self.device) for part in parts for name, t in part.items()}
 
     def rows_of_sequence(self, rows: Tensor) -> Tensor:
-        """This cp rank's part of [rows, T]: [rows, T / cp], contiguous positions."""
+        """This cp rank's positions of [rows, T]: [rows, T / cp]."""
         if self.size("cp") == 1:
             return rows
-        return rows.chunk(self.size("cp"), dim=1)[self.index("cp")]
+        pieces, mine = self._pieces
+        parts = rows.chunk(pieces, dim=1)
+        return torch.cat([parts[i] for i in mine], 1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train import config
@@ -20,7 +20,6 @@ from train.memory.optimizer import Optimizers
 from train.parallel.adamw import AdamW, Piece, clip_scale
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import Dims
-from train.parallel.traffic import Meter
 
 
 class Fsdp(DataParallel):
@@ -48,7 +47,7 @@ class Fsdp(DataParallel):
         self._keep = self._reshard is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
         self._once = cfg.reduction.accumulate == "once" or bool(chunks)
-        self.meter = Meter(device)
+        self.meter = dims.meter
         self.module: Any = self._wrap(model, chunks or (model,), devices, cfg.reduction.prefetch)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
         self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
@@ -112,6 +111,7 @@ class Fsdp(DataParallel):
         self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
         if isinstance(self._owner, HostOptimizer):
             self._owner.finish()
+        self.meter.end_step()
         return norm.to(dtype)
 
     @torch.no_grad()
@@ -144,6 +144,7 @@ class Fsdp(DataParallel):
             sent["all_gather"] += int(times * shard * self._compute.itemsize * (self._shards - 1))
             sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (self._shards - 1)
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
+        sent |= self.meter.report()["bytes"]  # by others than fully_shard
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
     def owners(self) -> list[AdamW]:

@@ -15,7 +15,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from train import config
 from train.measure.timeline import Timeline
-from train.model import rope
 from train.model.transformer import Transformer
 from train.parallel.dims import Dims
 from train.parallel.stages import Plan, plan
@@ -109,11 +108,16 @@ class Pipeline:
         self.timeline = Timeline(dims.device)
         rows = cfg.micro_batch, cfg.seq_len // dims.size("cp")
         hidden = cfg.micro_batch, rows[1] // sequence_shards(model), cfg.model.dim
-        made = [self._stage(chunk, stage, rows, hidden, dtype) for chunk, stage in zip(self.chunks, self.stages, strict=True)]
+        made = [
+            self._stage(chunk, stage, rows, hidden, dtype)
+            for chunk, stage in zip(self.chunks, self.stages, strict=True)
+        ]
         kind = schedule_class(found.name)
         multi = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         count = cfg.grad_accum
-        self._schedule = kind(made if multi else made[0], count, loss_fn=lambda loss, _: loss / count, scale_grads=False)
+        self._schedule = kind(
+            made if multi else made[0], count, loss_fn=lambda loss, _: loss / count, scale_grads=False
+        )
 
     def _stage(self, chunk: nn.Module, index: int, rows: Any, hidden: Any, dtype: torch.dtype) -> Stage:
         """Shapes are told, so that torch need not run the model to learn them."""

@@ -15,7 +15,6 @@ from train.memory.optimizer import Optimizers
 from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import REDUCE, Dims
-from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
 
@@ -29,7 +28,7 @@ class Replicated(DataParallel):
         self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
         self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
-        self.meter = Meter(device)
+        self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]

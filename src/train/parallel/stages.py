@@ -136,7 +136,9 @@ def _check_company(cfg: Train, name: str) -> None:
     """What a pipeline, or its schedule, doesn't go with."""
     pp, r = cfg.parallelism.pp, cfg.reduction
     if cfg.model.tied:
-        raise ConfigError("model.tied", True, f"embedding and head lie on different stages; parallelism.pp={pp} needs false")
+        raise ConfigError(
+            "model.tied", True, f"embedding and head lie on different stages; parallelism.pp={pp} needs false"
+        )
     for key, wrong in (
         ("reshard_after_forward", r.reshard_after_forward not in (None, False)),
         ("accumulate", r.accumulate == "every"),

@@ -103,11 +103,11 @@ class _Scatter(torch.autograd.Function):
 
 def _gather(x: Tensor, group: str, tp: int) -> Tensor:
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), tp, group))  # [tp * B, T/tp, d]
-    return parts.unflatten(0, (tp, -1)).transpose(0, 1).flatten(1, 2)
+    return torch.cat(parts.chunk(tp), 1)  # this chunk and cat, and those below, are what async_tp recognizes
 
 
 def _scatter(x: Tensor, group: str, tp: int) -> Tensor:
-    parts = x.unflatten(1, (tp, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [tp * B, T/tp, d]
+    parts = torch.cat(x.chunk(tp, 1))  # [tp * B, T/tp, d]
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", tp, group))
 
 

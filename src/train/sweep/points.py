@@ -63,6 +63,8 @@ def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
     degrees = mesh.resolve(cfg, cfg.nproc)
     for dimension, degree in degrees.items():
         setattr(cfg.parallelism, dimension, degree)
+    if degrees["cp"] == 1:
+        cfg.parallelism.cp_method = "ulysses"  # without ranks to reach: one point, not two
     cfg.grad_accum, cfg.global_batch = validate.batch(cfg, mesh.data_ranks(degrees))
     stages.settle(cfg)
     source = (cfg.data.name, cfg.data.path, cfg.data.tokenizer)

@@ -25,6 +25,7 @@ CHOICES = {
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "parallelism.cp_method": ("ulysses", "ring"),
     "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
     **memory_rules.CHOICES,
