@@ -66,10 +66,11 @@ class Timeline:
         """Of every kept step: (its seconds, [(action, begin, end)] in seconds since it began). Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [
-            (self._between(s.begin, s.end), [(a, self._between(s.begin, b), self._between(s.begin, e)) for a, b, e in s.actions])
-            for s in self._steps
-        ]  # fmt: skip
+        found = []
+        for step in self._steps:
+            since = [(a, self._between(step.begin, b), self._between(step.begin, e)) for a, b, e in step.actions]
+            found.append((self._between(step.begin, step.end), since))
+        return found
 
     def _between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else float(end - begin)
