@@ -153,6 +153,7 @@ class Rank:
         return Meter(
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
+            loss_weight=1.0 if self.pipeline is None or self.pipeline.last else 0.0,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
             extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
