@@ -76,9 +76,9 @@ class Timeline:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else float(end - begin)
 
 
-def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, Any]:
-    """What happened in the pipelines of all ranks, the same on each of them. Collective over all ranks; `group`: theirs for
-    host tensors, or None.
+def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, Any] | None:
+    """What happened in the pipelines of all ranks, the same on each of them; None without a step. Collective over all ranks;
+    `group`: theirs for host tensors, or None.
 
     {"schedule", "micro_batches", "split": layers of each stage, "virtual", "rank_stages": stages of each rank, "rank_idle":
     idle share of each rank, "idle": their mean, "rank_idle_theory" and "idle_theory": the same for the executed order with
@@ -88,6 +88,8 @@ def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, 
     pipeline's ranks; the median over the second half of the steps.
     """
     steps = timeline.read()
+    if not steps:  # gone on from a checkpoint of the last step
+        return None
     steps = steps[len(steps) // 2 :]
     seconds = [whole for whole, _ in steps]
     busy = [sum(end - begin for _, begin, end in actions) for _, actions in steps]
