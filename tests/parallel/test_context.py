@@ -20,6 +20,7 @@ from train.measure import flops
 from train.parallel import mesh, ring
 from train.parallel.build import build
 from train.parallel.dims import Dims
+from train.parallel.stages import SCHEDULES
 
 METHODS = ("ulysses", "ring")
 RECOMPUTE = ({"recompute": "full"}, {"recompute": "selective"}, {"recompute": "full", "every": 2})
@@ -65,6 +66,23 @@ def test_with_data_parallel(four: Ranks, reduction: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_with_tensor_parallel(four: Ranks, method: str) -> None:
     check(four, even("ddp", tp=2, cp_method=method, kv_heads=2))
+
+
+def test_with_a_pipeline(four: Ranks) -> None:
+    check(four, even("ddp", pp=2, layers=4, grad_accum=4, steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_every_pipeline(eight: Ranks, schedule: str, method: str) -> None:
+    check(eight, even("fsdp", pp=2, layers=4, grad_accum=4, steps=2, pp_schedule=schedule, cp_method=method))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_with_a_pipeline_and_tensor_parallel(eight: Ranks, method: str) -> None:
+    check(eight, even("ddp", pp=2, tp=2, layers=4, grad_accum=4, steps=2, cp_method=method))
 
 
 @pytest.mark.parametrize("method", METHODS)
