@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -107,7 +108,8 @@ class Local:
             status = self.status(point)
             self.estimate.add(point.cfg, status)
             if status["status"] == "running":
-                self._lose(point, status)
+                self._lose(self.sweep.folder(point), status)
+                self._forget(point)
             if status["status"] == "infeasible" and not self.cfg.prune:
                 self.known[point.identity] = status | {"status": "pending"}  # it was only implied; now it is asked for
             elif status["status"] in KEPT:
@@ -120,17 +122,27 @@ class Local:
             out.append(point)
         return out
 
-    def _lose(self, point: Frozen, status: dict[str, Any]) -> None:
+    def _lose(self, folder: Path, status: dict[str, Any], then: str = "; it runs again") -> None:
         """We hold the sweep's lock, so whoever wrote `running` is gone, whatever the clock says."""
         owner = status.get("supervisor") or {}
-        self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
-        lost = status | {"status": "lost", "reason": "the supervisor ended without a word"}
-        freeze.write_json(self.sweep.folder(point) / "status.json", lost)
-        self._forget(point)
+        self.say(f"{folder.name}: lost, its supervisor (pid {owner.get('pid')}) is gone{then}")
+        lost = status | {"status": "lost", "reason": "the supervisor ended without a word", "ended": last_sign(folder)}
+        freeze.write_json(folder / "status.json", lost)
+
+    def _lose_others(self) -> None:
+        """The same for points that earlier commands put into this folder and that are not in this one's grid."""
+        own = {p.folder for p in self.sweep.points}
+        for entry in (freeze.read_json(self.sweep.path / "sweep.json") or {}).get("grid", []):
+            if entry["folder"] in own:
+                continue
+            status = freeze.read_json(self.sweep.path / entry["folder"] / "status.json") or {}
+            if status.get("status") == "running" and not status.get("job"):  # a scheduler's jobs need no lock
+                self._lose(self.sweep.path / entry["folder"], status, then="")
 
     def run(self) -> None:
         """All points that are left, until done, stopped, over budget, or `max_failures` identical crashes in a row."""
         scratch.remove_stale()
+        self._lose_others()
         todo = self.left()
         if self.cfg.prune:
             todo = self._prune_known(todo)
@@ -244,6 +256,13 @@ class Local:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
                 self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
+
+
+def last_sign(folder: Path) -> str:
+    """When a run that can't say so itself was last seen to write, UTC, ISO 8601: what it used counts as wasted."""
+    files = [folder / "status.json", folder / "metrics.jsonl", *folder.glob("logs/*")]
+    newest = max(f.stat().st_mtime for f in files if f.exists())
+    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
 
 
 def _all_else(point: Frozen) -> str:

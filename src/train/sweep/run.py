@@ -172,14 +172,16 @@ def exit_code(statuses: list[str], stop: Stop) -> int:
 
 def report(path: Path) -> None:
     """Table and report through `analysis`, from the folders alone."""
+    import analysis.errors
     import analysis.report
     import analysis.table
 
     say("")
-    say(analysis.table.render(path))
     try:
+        say(analysis.table.render(path))
         say(f"report: {os.path.relpath(analysis.report.write_report(path))}")
     except OSError as e:  # a full disk: the points are what counts
-        say(
-            f"report: can't be written: {e.strerror}; later: python -m analysis report {shlex.quote(os.path.relpath(path))}"
-        )
+        later = f"python -m analysis report {shlex.quote(os.path.relpath(path))}"
+        say(f"report: can't be written: {e.strerror}; later: {later}")
+    except analysis.errors.BadInput as e:  # somebody moved or removed the folder meanwhile
+        say(f"report: can't be made: {e}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from train.launch.record import now
 from train.launch.slurm import files, queue
-from train.launch.supervisor import now
 from train.sweep.freeze import read_json, write_json
 
 COMMENT = "mfu-sweep:"

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from train import config
 from train.config import Train
-from train.launch.supervisor import now
+from train.launch.record import now
 from train.sweep.freeze import SCHEMA, read_json, training_config, write_json
 
 #: final for good: a rerun keeps them

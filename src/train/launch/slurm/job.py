@@ -22,8 +22,9 @@ from train.config import Train
 from train.launch import environment, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
+from train.launch.record import archive
 from train.launch.slurm import files, queue
-from train.launch.supervisor import Stop, Supervisor, archive
+from train.launch.supervisor import Stop, Supervisor
 from train.launch.tell import say
 from train.measure.telemetry import Telemetry
 from train.sweep.freeze import read_json, write_json
