@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from train import config
+from train import config, saved
 from train.config import Train
 from train.launch import environment, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
+from train.launch.prune import KEPT
 from train.launch.slurm import files, queue
 from train.launch.supervisor import Stop, Supervisor, archive
 from train.launch.tell import say
@@ -74,6 +75,7 @@ class Job:
         self.stop = self._signals()
         self.ran = 0
         self.again: Optional[str] = None  # why the job should be requeued
+        self.folder, self.had = Path(), 0  # of the point that runs; steps in its checkpoints before this attempt
         code = Path(__file__).resolve().parents[3]
         self.warm = starters.Warm(code) if len(self.points) > 1 and self.told.warm else None
         self.cold = starters.Cold(code, frozenset({self.warm.process.pid}) if self.warm else frozenset())
@@ -102,13 +104,20 @@ class Job:
         assert self.stop.signum is not None
         name = signal.Signals(self.stop.signum).name
         if self.stop.signum != signal.SIGUSR2:
-            if self.stop.signum == signal.SIGTERM and queue.preempted(self.place.raw):
-                self.again = "preempted"
+            if self.stop.signum == signal.SIGTERM:
+                if queue.preempted(self.place.raw):
+                    self.again = "preempted"
+                elif down := queue.down(self.place.hosts):
+                    return Verdict("lost", f"node {down} is down")  # SLURM ends the job on the others and requeues it
             return Verdict("interrupted", f"signal {name}" + (" (preempted)" if self.again else ""))
         left = queue.seconds_left(self.place.raw)
         if left is None or left > self.told.signal_seconds + EARLY_SECONDS:
             self.again = name
             return Verdict("interrupted", f"signal {name}: to be requeued")
+        done = saved.steps_done(self.folder)
+        if done > self.had and self.place.restart < self.told.requeues:
+            self.again = "the time limit"
+            return Verdict("interrupted", f"launch.time={self.told.time} is used up; goes on after step {done - 1}")
         if self.ran == 0:
             return Verdict("timeout", f"launch.time={self.told.time} is used up")
         self.again = "the time limit"
@@ -135,7 +144,7 @@ class Job:
         """The number of the attempt that starts now, 0 when the point is not to run."""
         folder = self.sweep / point.folder
         status = files.status(folder, point.identity)
-        if status["status"] in files.KEPT or (status["status"] in ("crashed", "timeout") and self._mine(status)):
+        if status["status"] in KEPT or (status["status"] in ("crashed", "timeout") and self._mine(status)):
             return 0
         if status["status"] == "running":
             other = (status.get("job") or {}).get("id", "")
@@ -214,6 +223,11 @@ class Job:
         if len(self.place.hosts) > 1:
             other = self.place.hosts[1 if self.place.node == 0 else 0]
             nodes = Nodes(folder, self.place.node, len(self.place.hosts), address_towards(other))
+            if self.place.node > 0 and (why := self._unfit(cfg)):  # node 0 has looked at itself before it decided
+                say(f"infrastructure: {why}")
+                nodes.end(Verdict("crashed", f"infrastructure: {why}"), True, [], {})
+                return
+        self.folder, self.had = folder, saved.steps_done(folder)
         starter: starters.Starter = self.cold
         if self.warm is not None and not environment.needs_cold_start(cfg):
             if not self.warm.alive():

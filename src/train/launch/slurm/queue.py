@@ -157,6 +157,17 @@ def preempted(raw: str) -> bool:
     return fields.get("JobState") == "RUNNING" and fields.get("PreemptTime", "None") != "None"
 
 
+def down(hosts: list[str]) -> str:
+    """Those of a job's nodes that SLURM holds for dead, joined by commas; "" for none, or when it can't be asked."""
+    try:
+        text = ask("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T")
+    except QueueError:
+        return ""
+    states = [line.split() for line in text.splitlines()]
+    dead = {s[0] for s in states if len(s) == 2 and s[1].startswith(("down", "fail"))}
+    return ",".join(h for h in hosts if h in dead)
+
+
 def seconds_left(raw: str) -> Optional[float]:
     """Time that the job has left; None when SLURM can't say."""
     try:
