@@ -226,21 +226,6 @@ def test_the_time_limit(cli: Cli) -> None:
     assert status["status"] == "timeout" and "launch.time=1" in status["reason"], text + cli.logs()
 
 
-@pytest.mark.slow
-def test_the_time_limit_without_a_signal(cli: Cli) -> None:
-    """Supervisor and ranks killed at the limit: the queue's word is what is left."""
-    p = cli.start("nproc=1", "steps=1000000", "name=stuck", "launch.wait=true")
-    folder = cli.until(cli.training("stuck"), "steps")
-    status = json.loads((folder / "status.json").read_text())
-    began = time.monotonic()
-    os.kill(status["supervisor"]["pid"], signal.SIGKILL)
-    text = p.communicate(timeout=100)[0]
-    assert time.monotonic() - began < 30  # 15 s, and what a loaded machine needs
-    (status,) = cli.points("stuck").values()
-    assert status["status"] == "lost" and "ended without a word" in status["reason"], text
-    assert p.returncode == 1
-
-
 def test_python_missing_on_the_node_is_infrastructure(cli: Cli) -> None:
     text = cli.run("nproc=1", "name=nopython", "launch.python=/no/such/python", code=1)
     (status,) = cli.points("nopython").values()

@@ -155,6 +155,14 @@ def test_preemption_is_told_from_a_cancellation(fake: Fake) -> None:
     assert not queue.preempted("15")
 
 
+def test_dead_nodes_are_named(fake: Fake) -> None:
+    fake("sinfo", "n1 allocated\nn2 down*\nn3 drained\nn4 failing\nn2 down*\n")
+    assert queue.down(["n1", "n2", "n3", "n4"]) == "n2,n4"
+    assert queue.down(["n1", "n3"]) == ""
+    fake("sinfo", "", 1, "Unable to contact slurm controller")
+    assert queue.down(["n2"]) == ""
+
+
 def test_max_array_size(fake: Fake) -> None:
     fake("scontrol", "Configuration data\nMaxArraySize            = 11\nMaxJobCount = 5\n")
     assert queue.max_array_size() == 11

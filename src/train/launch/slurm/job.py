@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -76,6 +75,7 @@ class Job:
         self.ran = 0
         self.again: Optional[str] = None  # why the job should be requeued
         self.folder, self.had = Path(), 0  # of the point that runs; steps in its checkpoints before this attempt
+        self.record: dict[str, Any] = {}  # its `job` in status.json
         code = Path(__file__).resolve().parents[3]
         self.warm = starters.Warm(code) if len(self.points) > 1 and self.told.warm else None
         self.cold = starters.Cold(code, frozenset({self.warm.process.pid}) if self.warm else frozenset())
@@ -101,6 +101,12 @@ class Job:
 
     def _meaning(self) -> Verdict:
         """What the signal that came says about the point that runs."""
+        verdict = self._read_signal()
+        if (self.again or verdict.status == "lost") and self.place.restart < self.told.requeues:
+            self.record["requeued"] = self.again or verdict.reason  # for those who watch the files: it starts again
+        return verdict
+
+    def _read_signal(self) -> Verdict:
         assert self.stop.signum is not None
         name = signal.Signals(self.stop.signum).name
         if self.stop.signum != signal.SIGUSR2:
@@ -173,9 +179,9 @@ class Job:
         try:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
-            return f"torch is missing on {socket.gethostname()} ({sys.executable})"
+            return f"{sys.executable} has no torch (on {self._host()})"
         if self.told.torch and torch != self.told.torch:
-            return f"torch {torch} on {socket.gethostname()}, submitted with {self.told.torch}"
+            return f"torch {torch}, submitted with {self.told.torch} (on {self._host()})"
         return self._no_gpus(cfg) if cfg.device == "cuda" else None
 
     def _no_gpus(self, cfg: Train) -> Optional[str]:
@@ -185,13 +191,17 @@ class Job:
             try:
                 self.seen = self._probe()
             except (EOFError, OSError, ValueError) as e:
-                return f"torch can't be used on {socket.gethostname()}: {e}"
+                return f"torch can't be used: {e} (on {self._host()})"
             self.telemetry = Telemetry([g["uuid"] for g in self.seen["gpus"]])
         ranks, gpus = cfg.nproc // len(self.place.hosts), len(self.seen["gpus"])
         if gpus < ranks:
             why = f" ({self.seen['gpu_error']})" if self.seen["gpu_error"] else ""
-            return f"{gpus} GPUs are visible on {socket.gethostname()}, {ranks} are needed{why}"
+            return f"{gpus} GPUs are visible, {ranks} are needed{why} (on {self._host()})"
         return None
+
+    def _host(self) -> str:
+        """This node as SLURM calls it."""
+        return self.place.hosts[self.place.node]
 
     def _probe(self) -> dict[str, Any]:
         if self.warm is not None:
@@ -227,7 +237,7 @@ class Job:
                 say(f"infrastructure: {why}")
                 nodes.end(Verdict("crashed", f"infrastructure: {why}"), True, [], {})
                 return
-        self.folder, self.had = folder, saved.steps_done(folder)
+        self.folder, self.had, self.record = folder, saved.steps_done(folder), self._record()
         starter: starters.Starter = self.cold
         if self.warm is not None and not environment.needs_cold_start(cfg):
             if not self.warm.alive():
@@ -235,7 +245,7 @@ class Job:
             starter = self.warm
         supervisor = Supervisor(
             folder, point.identity, starter, self.stop, self.told.code, telemetry=self.telemetry, attempt=attempt,
-            nodes=nodes, job=self._record(),
+            nodes=nodes, job=self.record,
         )  # fmt: skip
         began = time.monotonic()
         verdict = supervisor.run()
