@@ -101,21 +101,21 @@ class Job:
 
     def _meaning(self) -> Verdict:
         """What the signal that came says about the point that runs."""
-        verdict = self._read_signal()
-        if (self.again or verdict.status == "lost") and self.place.restart < self.told.requeues:
+        fate = queue.fate(self.place.raw, self.place.restart) if self.stop.signum == signal.SIGTERM else ""
+        verdict = self._read_signal(fate)
+        if (self.again or fate == "requeued") and self.place.restart < self.told.requeues:
             self.record["requeued"] = self.again or verdict.reason  # for those who watch the files: it starts again
         return verdict
 
-    def _read_signal(self) -> Verdict:
+    def _read_signal(self, fate: str) -> Verdict:
         assert self.stop.signum is not None
         name = signal.Signals(self.stop.signum).name
         if self.stop.signum != signal.SIGUSR2:
-            if self.stop.signum == signal.SIGTERM:
-                if queue.preempted(self.place.raw):
-                    self.again = "preempted"
-                elif down := queue.down(self.place.hosts):
-                    return Verdict("lost", f"node {down} is down")  # SLURM ends the job on the others and requeues it
-            return Verdict("interrupted", f"signal {name}" + (" (preempted)" if self.again else ""))
+            if fate == "requeued" and (down := queue.down(self.place.hosts)):
+                return Verdict("lost", f"node {down} is down")
+            if fate == "preempted":
+                self.again = fate
+            return Verdict("interrupted", f"signal {name}" + (f" ({fate})" if fate else ""))
         left = queue.seconds_left(self.place.raw)
         if left is None or left > self.told.signal_seconds + EARLY_SECONDS:
             self.again = name
@@ -251,7 +251,7 @@ class Job:
         verdict = supervisor.run()
         why = f": {verdict.reason}" if verdict.reason else ""
         say(f"{point.folder}  {verdict.status}  {time.monotonic() - began:.1f} s{why}")
-        if verdict.status == "lost":
+        if verdict.status == "lost" and self.stop.signum is None:  # else SLURM starts the job again by itself
             self.again = verdict.reason
         if verdict.status != "interrupted":
             self.ran += 1

@@ -147,14 +147,21 @@ def active(job: str) -> bool:
     return entry is not None and entry.active
 
 
-def preempted(raw: str) -> bool:
-    """Whether a running job has been told to make room; the scheduler ends it, but may not requeue it."""
+def fate(raw: str, restart: int) -> str:
+    """What SLURM means by ending a job in its start number `restart`.
+
+    "requeued": it starts again by itself (scontrol requeue, preemption by requeue, a dead node). "preempted": it is to make
+    room, and may be asked to start again. "": it is over, or SLURM can't say.
+    """
     try:
         text = ask("scontrol", "show", "job", "--oneliner", raw)
     except QueueError:
-        return False
+        return ""
     fields = dict(part.partition("=")[::2] for part in text.split())
-    return fields.get("JobState") == "RUNNING" and fields.get("PreemptTime", "None") != "None"
+    if fields.get("Restarts", "").isdigit() and int(fields["Restarts"]) > restart:
+        return "requeued"
+    preempted = fields.get("JobState") == "RUNNING" and fields.get("PreemptTime", "None") != "None"
+    return "preempted" if preempted else ""
 
 
 def down(hosts: list[str]) -> str:
