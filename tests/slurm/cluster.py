@@ -50,7 +50,7 @@ SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf
 JobCompType=jobcomp/none
 MpiDefault=none
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 MaxArraySize={max_array}
 KillWait=10
 SlurmdTimeout={slurmd_timeout}

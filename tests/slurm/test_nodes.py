@@ -89,7 +89,7 @@ def test_a_node_set_down(cli: Cli, requeues: int) -> None:
     cli.cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     cli.until(lambda: not any(psutil.pid_exists(o) for o in ours), "end of the ranks on n1", 30)
     cli.until(lambda: cli.states("set") != ["running"] or attempts(folder), "a status", 30)
-    cli.cluster.command("scontrol", "update", "nodename=n2", "state=resume")
+    cli.cluster.resume()
     text = p.communicate(timeout=240)[0]
     (status,) = cli.points("set").values()
     if requeues:

@@ -251,7 +251,7 @@ class Job:
         verdict = supervisor.run()
         why = f": {verdict.reason}" if verdict.reason else ""
         say(f"{point.folder}  {verdict.status}  {time.monotonic() - began:.1f} s{why}")
-        if verdict.status == "lost" and self.stop.signum is None:  # else SLURM starts the job again by itself
+        if verdict.status == "lost" and self.stop.signum is None:  # else SLURM knows, and has decided
             self.again = verdict.reason
         if verdict.status != "interrupted":
             self.ran += 1
