@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -16,14 +17,14 @@ import pytest
 from analysis.watch import Watcher
 from tests.slurm.conftest import Cli
 
-STEP = re.compile(r"step (\d+)/3000 +loss \d+\.\d+ +[\d,]+ tokens/s")
+STEP = re.compile(r"step (\d+)/100000 +loss \d+\.\d+ +[\d,.]+ tokens/s")
 
 
 @pytest.mark.slow
 def test_the_launcher_and_watch_show_steps_and_losses(cli: Cli) -> None:
     main, terminal = pty.openpty()
     p = subprocess.Popen(
-        cli.args("launch=slurm", "nproc=1", "steps=3000", "seed=1,2", "name=live"), cwd=cli.out, stdin=terminal,
+        cli.args("launch=slurm", "nproc=1", "steps=100000", "seed=1,2", "name=live"), cwd=cli.out, stdin=terminal,
         stdout=terminal, stderr=terminal, start_new_session=True,
         env={k: v for k, v in cli.env(TERM="xterm", COLUMNS="200").items() if k != "NO_COLOR"},
     )  # fmt: skip
@@ -35,14 +36,17 @@ def test_the_launcher_and_watch_show_steps_and_losses(cli: Cli) -> None:
             seen += os.read(main, 65536).decode(errors="replace")
     assert len({int(s) for s in STEP.findall(seen)}) >= 3, seen + cli.logs()
     assert "2 running, 0 queued, 0 ended" in seen
+    os.killpg(p.pid, signal.SIGKILL)
+    p.wait()
+    os.close(main)
     alone = {k: v for k, v in cli.env(PATH="/nowhere").items() if k != "SLURM_CONF"}
     watch = [sys.executable, "-m", "analysis", "watch", "live"]
     once = subprocess.run([*watch, "--once"], cwd=cli.out, env=alone, capture_output=True, text=True)
-    assert len(re.findall(r"step \d+ of 3000  loss \d+\.\d+  [\d,]+ tokens/s", once.stdout)) == 2, once.stdout
-    follow = subprocess.run(watch, cwd=cli.out, env=alone, capture_output=True, text=True, timeout=240)
-    assert follow.stdout.splitlines()[-1] == "live: 2 of 2 points done: 2 ok"
-    p.wait(60)
-    os.close(main)
+    assert len(re.findall(r"step \d+ of 100000  loss \d+\.\d+  [\d,.]+ tokens/s", once.stdout)) == 2, once.stdout
+    follow = subprocess.Popen(watch, cwd=cli.out, env=alone, stdout=subprocess.PIPE, text=True)
+    cli.started.append(follow)
+    cli.run("name=live", "cancel=true")
+    assert follow.communicate(timeout=60)[0].splitlines()[-1] == "live: 2 of 2 points done: 2 interrupted"
 
 
 @pytest.mark.parametrize(
