@@ -140,10 +140,15 @@ class Cluster:
         return done.stdout
 
     def start(self, name: str, *command: str) -> None:
-        """Start a daemon in the foreground, as our child, so that none can be left over."""
+        """Start a daemon in the foreground, as our child that dies with us, so that none can be left over."""
         log = open(self.folder / f"{name}.out", "ab")
         self.daemons[name] = subprocess.Popen(
-            command, env=self.env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            ("setpriv", "--pdeathsig", "KILL", *command),
+            env=self.env(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         log.close()
 
