@@ -19,6 +19,7 @@ def here(cli: Cli, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_what_jobs_have_is_refused_here(cli: Cli, tmp_path: Path) -> None:
     cli.cluster.drain()
     cli.run(*SHORT, "launch.wait=false")

@@ -151,7 +151,8 @@ def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> No
     assert all(after[n] == s for n, s in before.items())
 
 
-@pytest.mark.parametrize("how", ["requeue", pytest.param("usr2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["requeue", "usr2"])
 def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     p = cli.start("nproc=1", "steps=400", "name=again")
     folder = cli.until(cli.training("again", 5), "steps")
@@ -263,3 +264,6 @@ def test_three_identical_crashes_stop_the_sweep(cli: Cli) -> None:
     )
     states = cli.states("crashes")
     assert states.count("crashed") >= 3 and "pending" in states, text
+    reasons = {s["reason"] for s in cli.points("crashes").values() if s["status"] == "pending"}
+    assert all(r.startswith("not started: 3 identical crashes in a row") for r in reasons), reasons
+    assert "max_failures" in text and not cli.cluster.jobs()

@@ -126,13 +126,15 @@ class Claims:
         """Folders of those points that may still be queued or running, as far as files tell: where squeue can't."""
         out = []
         for path in self.root.glob("*/tasks.json"):
-            if "ended" in (read_json(path.parent / "job.json") or {}):
+            known = read_json(path.parent / "job.json") or {}
+            if "ended" in known:
                 continue
-            tasks = (t for task in files.Submission.load(path.parent).tasks for t in task)
-            states = {
-                t.folder: files.status(self.sweep / t.folder, t.identity) for t in tasks if t.identity in identities
-            }
-            out += [n for n, s in states.items() if s["status"] in AGAIN]
+            for t in (t for task in files.Submission.load(path.parent).tasks for t in task):
+                status = files.status(self.sweep / t.folder, t.identity)
+                theirs = str((status.get("job") or {}).get("id")).split("_")[0] == known.get("id")
+                final = status["status"] in KEPT or (theirs and status["status"] not in AGAIN)
+                if t.identity in identities and not final:
+                    out.append(t.folder)
         return out
 
     def record(self, array: str, told: files.Submission) -> None:
