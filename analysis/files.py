@@ -14,6 +14,15 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _REACHES_ACROSS = re.compile(r"(?m)^(---|\.\.\.|%|\? )|(?:^|[\s\[{,])[&*]\w")
 
 
+def read_bytes(path: Path) -> bytes:
+    """The file's content; nothing where it is missing, unreadable or a folder."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
+    except OSError:
+        return b""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in the file; an empty one where the file is missing, half-written, a folder or not an object."""
     try:
