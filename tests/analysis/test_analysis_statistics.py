@@ -53,7 +53,8 @@ def test_intervals_cover_the_truth_in_93_to_97_percent(planted, seed):
         {"phi": 0.0}, {"phi": 0.3}, {"phi": 0.5}, {"phi": 0.7},
         {"steps": 20}, {"steps": 40}, {"steps": 60}, {"steps": 200},
         {"noise": 0.001}, {"noise": 0.05}, {"noise": 0.2}, {"warmup": ()},
-        {"outliers": 0.05}, {"outliers": 0.1}, {"drift": (0.3, 4)}, {"drift": (0.2, 5)}, {"drift": (0.1, 5)}, {"drift": (0.03, 5)}, {"drift": (0.02, 5)},
+        {"outliers": 0.05}, {"outliers": 0.1}, {"drift": (0.3, 4)},
+        {"drift": (0.2, 5)}, {"drift": (0.1, 5)}, {"drift": (0.03, 5)}, {"drift": (0.02, 5)},
     ],
     ids=str,
 )  # fmt: skip

@@ -110,7 +110,8 @@ QUICK = (
     "micro_batc=3", "+foo=1", "model.dimm=3", "model=dense_1bb", "reduction=zero2,zero9", "model=../secret", "sweeps=nope",
     "model/dim=3", "schema=train", "=3", "~micro_batch", "micro_batch=0", "micro_batch=four", "micro_batch=[4", "optim.lr=nan",
     "parallelism.dp_shard=0", "micro_batch=range(4,2)", "device=gpu", "model={name:x}", "name=a name=b", "repeats=2,3",
-    "hydra.mode=RUN", "micro_batch=${nope:1}", "name=a/b", "data.path=not/there", "--nope", "--cfg nope", "--experimental-rerun x",
+    "hydra.mode=RUN", "micro_batch=${nope:1}", "name=a/b", "data.path=not/there", "--nope", "--cfg nope",
+    "--experimental-rerun x",
 )  # fmt: skip
 
 
