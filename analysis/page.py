@@ -123,8 +123,8 @@ def _hours(data: Data) -> str:
     if not used:
         return ""
     unit, scale = ("device-hours", 1.0) if used >= 0.1 else ("device-seconds", 3600.0)
-    share = f" ({100 * wasted / used:.0f} %)" if wasted else ""
-    return f"{used * scale:.3g} {unit} used, {wasted * scale:.3g} of them{share} without a result"
+    share = f"{wasted * scale:.3g} of them ({100 * wasted / used:.0f} %)" if wasted else "none of them"
+    return f"{used * scale:.3g} {unit} used, {share} without a result"
 
 
 def _sort_keys(rows: Any, column: str) -> list[Any]:
