@@ -66,12 +66,12 @@ class Metrics:
         return self.columns[name] if name in self.columns else np.full(self.steps, np.nan)
 
 
-def read(path: Path) -> Metrics:
+def read(path: Path | str) -> Metrics:
     """One metrics.jsonl; a missing or unreadable file has no steps."""
     return next(read_many([path]))
 
 
-def read_many(paths: Iterable[Path]) -> Iterator[Metrics]:
+def read_many(paths: Iterable[Path | str]) -> Iterator[Metrics]:
     """One `Metrics` a path, in order; a missing or unreadable file has no steps."""
     return parse_many(_batches(paths))
 
@@ -94,7 +94,7 @@ def parse_many(batches: Iterable[list[bytes]]) -> Iterator[Metrics]:
             yield from _metrics(*waiting)
 
 
-def _batches(paths: Iterable[Path]) -> Iterator[list[bytes]]:
+def _batches(paths: Iterable[Path | str]) -> Iterator[list[bytes]]:
     """Contents of about BATCH_BYTES together; a missing or unreadable file is empty."""
     batch: list[bytes] = []
     size = 0

@@ -43,9 +43,10 @@ def median(x: np.ndarray) -> float:
     return float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
-def robust_scale(x: np.ndarray) -> float:
-    """Standard deviation of normal data from the median absolute deviation: outliers don't count."""
-    return float(1.4826 * median(np.abs(x - median(x))))
+def median_and_scale(x: np.ndarray) -> tuple[float, float]:
+    """The median, and normal data's standard deviation from the median absolute deviation: outliers don't count."""
+    middle = median(x)
+    return middle, 1.4826 * median(np.abs(x - middle))
 
 
 def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
@@ -59,10 +60,10 @@ def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
     """
     y = np.asarray(x, float) if logged else np.log(np.asarray(x, float))
     n = len(y)
-    middle = median(y)
+    middle, scale = median_and_scale(y)
     if n < 3:
         return Estimate(middle, math.inf, 1.0, n, 0.0)
-    scale = robust_scale(y) or float(y.std())  # more than half of the values equal: no robust spread
+    scale = scale or float(y.std())  # more than half of the values equal: no robust spread
     z = np.clip(y - middle, -CLIP * scale, CLIP * scale)
     z -= z.mean()
     power = float(z @ z)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from analysis.stats import median, robust_scale
+from analysis.stats import median, median_and_scale
 
 SHORT = 8
 SPREADS = 4.0
@@ -62,8 +62,8 @@ def steady(seconds: np.ndarray) -> Steady:
 
 
 def _first_steps(x: np.ndarray, half: int) -> int:
-    reference = median(x[half:])
-    limit = reference + max(SPREADS * robust_scale(x[half:]), 0.02)
+    reference, spread = median_and_scale(x[half:])
+    limit = reference + max(SPREADS * spread, 0.02)
     for i in range(half):
         if x[i] <= limit and median(x[i : i + 5]) <= limit:
             return i
@@ -78,8 +78,8 @@ def _drifting(x: np.ndarray, tail: bool) -> bool:
     n = len(x)
     if n < MIN_TREND:
         return False
-    middle = median(x)
-    spread = robust_scale(x) or float(x.std()) or 1.0
+    middle, spread = median_and_scale(x)
+    spread = spread or float(x.std()) or 1.0
     clipped = np.clip(x - middle, -4 * spread, 4 * spread)
     time = np.arange(n) - (n - 1) / 2
     slope = float(time @ clipped / (time @ time))
