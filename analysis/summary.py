@@ -61,6 +61,8 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "digest": _digest(pace),
         **_device(medians),
         **_seconds(summary),
+        "bubble": number(dig(summary, "pipeline", "idle")),
+        "bubble_theory": number(dig(summary, "pipeline", "idle_theory")),
         "params": number(summary.get("params")),
         "replay_match": summary.get("replay_match"),
         "leaf_root": summary.get("leaf_root"),

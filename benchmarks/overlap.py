@@ -25,6 +25,7 @@ from train import config
 from train.model.transformer import Transformer
 from train.parallel.base import DataParallel
 from train.parallel.build import build, compute_dtype
+from train.parallel.dims import Dims
 
 # large enough for gradients of tens of MiB, small enough for seconds on two cores; 1b is dense_1b
 SIZES = {
@@ -105,7 +106,7 @@ def _build(
     model.init_weights(0)
     if args.compile:
         model.compile_layers()
-    return build(model, cfg, device, args.nproc, rank)
+    return build(model, cfg, Dims.of(cfg, args.nproc, rank, device))
 
 
 def _step(dp: DataParallel, tokens: Tensor) -> dict[str, float]:

@@ -15,6 +15,7 @@ from train import data
 from train.config import load
 from train.model.transformer import Transformer
 from train.parallel.build import build, param_dtype
+from train.parallel.dims import Dims
 from train.worker import DTYPES
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     model.to(param_dtype(cfg, DTYPES[cfg.precision.name]))
     model.to_empty(device=device)
     model.init_weights(cfg.seed)
-    dp = build(model, cfg, device, world, rank)
+    dp = build(model, cfg, Dims.of(cfg, world, rank, device))
     assert cfg.global_batch is not None and cfg.grad_accum is not None
     source = data.build(cfg.data, cfg.model.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, device)
     for step in range(cfg.steps):

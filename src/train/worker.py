@@ -21,14 +21,16 @@ from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks, telemetry
+from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
 from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
+from train.parallel import async_tp, context, pipeline, tensor
 from train.parallel.build import build, param_dtype
+from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
 from train.replay import passes
 
@@ -49,6 +51,8 @@ class Rank:
         self.seconds: dict[str, float] = {}
         self.replay: passes.Replay | None = None
         self.rounds: Round | None = None
+        self.pipeline: pipeline.Pipeline | None = None
+        self.pipelined: dict[str, Any] | None = None  # what came of it
         self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
 
@@ -75,11 +79,16 @@ class Rank:
         """Model, reduction, data: in that order, each from the frozen configuration."""
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
-        found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self._select_attention(found)
+        self.dims = Dims.of(cfg, self.world, self.rank, self.device)
+        self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
         self.heart.beat("build")
+        if cfg.parallelism.async_tp:
+            async_tp.enable(self.dims)
         with torch.device("meta"):
-            model = Transformer(m, self.attention)
+            model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
+            tensor.apply(model, self.dims)
+            pipeline.prune(model, cfg, self.dims)
+        context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -105,8 +114,9 @@ class Rank:
             self.attention = attention.select(cfg.attention.name, probed, order)
         else:
             files = qualified.load(qualified.shipped(), qualified.cache())
+            heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
             known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),
             )  # fmt: skip
             self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
@@ -118,12 +128,15 @@ class Rank:
         """Over all ranks, or with rounds over those of an island."""
         cfg = self.cfg
         if cfg.round.name == "none":
-            self.dp = build(model, cfg, self.device, self.world, self.rank)
+            self.dp = build(model, cfg, self.dims)
         else:
             islands = Islands.of(cfg, self.rank)
             inner = islands.inner_config(cfg)
-            self.dp = build(model, inner, self.device, islands.size, self.rank % islands.size, islands.inner)
+            place = Dims.of(inner, islands.size, self.rank % islands.size, self.device, islands.inner)
+            self.dp = build(model, inner, place)
             self.rounds = Round(cfg.round, self.dp, islands, self.device)
+        if self.dims.size("pp") > 1:
+            self.pipeline = pipeline.Pipeline(model, cfg, self.dims, self.dtype)
         if self.replay is not None:
             self.replay.attach(self.dp)
 
@@ -131,7 +144,10 @@ class Rank:
         """FLOPs, peak and the host-side group that step times travel over."""
         cfg = self.cfg
         assert cfg.global_batch is not None
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, self.attention)
+        over_ranks = self.dims.size("cp") > 1
+        kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
+        in_pieces = over_ranks and cfg.compile.name != "none"
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
@@ -178,7 +194,7 @@ class Rank:
     def rows(self, step: int, index: int) -> torch.Tensor:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
         assert self.cfg.grad_accum is not None
-        start = (self.rank * self.cfg.grad_accum + index) * self.cfg.micro_batch
+        start = (self.dims.index(*DATA) * self.cfg.grad_accum + index) * self.cfg.micro_batch
         return self.source.batch(step, start, self.cfg.micro_batch).to(self.device, non_blocking=True)
 
     def lr(self, step: int) -> float:
@@ -201,18 +217,30 @@ class Rank:
         total: torch.Tensor | None = None
         data_s = 0.0
         self.dp.announce(self.lr(step))
+        if self.pipeline is not None:
+            t = time.perf_counter()
+            rows = torch.cat([self.rows(step, index) for index in range(accum)])
+            data_s = time.perf_counter() - t
+            loss = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
+            self.breakdown.backward_done()
+            return loss, self.dp.step(self.lr(step)), data_s
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)
             data_s += time.perf_counter() - t
             with self.dp.micro_step(index, accum):
-                loss = self.dp.module(rows[:, :-1], rows[:, 1:])
+                tokens, targets = (self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:]))
+                loss = self.dp.module(tokens, targets)
                 (loss / accum).backward()
             part = loss.detach() / accum
             total = part if total is None else total + part
         assert total is not None
         self.breakdown.backward_done()
         return total, self.dp.step(self.lr(step)), data_s
+
+    def broken(self) -> Any:
+        """The module that a fault breaks."""
+        return self.dp.module if self.pipeline is None else self.pipeline.chunks[-1]
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
@@ -240,7 +268,9 @@ class Rank:
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
-            with self.faults.at(step, self.dp.module), self.breakdown.at(step):
+            if self.pipeline is not None and step in self.trace.steps:
+                self.pipeline.timeline.align = self.dims.group("pp")
+            with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
             self.after_step(step, meter)
@@ -261,7 +291,7 @@ class Rank:
         self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
-            with self.faults.at(step, self.dp.module):
+            with self.faults.at(step, self.broken()):
                 self.train_step(step)
             self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
@@ -294,6 +324,11 @@ class Rank:
             },
         }
 
+    def traffic(self) -> dict[str, Any]:
+        """What the reduction and the layers' own collectives sent."""
+        found = self.dp.traffic()
+        return found | {"bytes": found["bytes"] | tensor.traffic(self.cfg, self.dims, self.dtype.itemsize)}
+
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""
         cfg = self.cfg
@@ -310,17 +345,31 @@ class Rank:
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
-            "traffic": self.dp.traffic(),
+            "traffic": self.traffic(),
             "engine": self.engine(),
             "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,
             "checkpoint": self.checkpoints.report() if self.checkpoints else None,
+            "pipeline": self.pipelined,
         }
+
+    def report_pipeline(self, line: pipeline.Pipeline) -> dict[str, Any]:
+        """Its measured and theoretical bubble; with profile=true the schedule as executed stays in the folder. Collective."""
+        found = timeline.report(line.timeline, line.plan, self.dims, self.host_group)
+        executed = found.pop("executed")
+        if self.cfg.profile and self.rank == 0:
+            write(self.folder / "schedule.json", {"schema": 1} | found | executed)
+        return found
 
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
         result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
+        if self.pipeline is not None:
+            self.pipelined = self.report_pipeline(self.pipeline)
+            result["rank_stages"], result["rank_idle"] = (
+                self.pipelined.pop(key)[self.rank] for key in ("rank_stages", "rank_idle")
+            )
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

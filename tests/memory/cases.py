@@ -11,6 +11,7 @@ from train.memory import levers
 from train.memory.offload import Offload
 from train.model.transformer import Transformer
 from train.parallel.build import DTYPES, build, param_dtype
+from train.parallel.dims import Dims
 
 ROWS, SEQ, VOCAB = 8, 6, 61
 MODEL = config.Model("test", dim=24, layers=3, heads=4, kv_heads=2, head_dim=6, ffn=40, vocab=VOCAB)
@@ -64,7 +65,7 @@ def setup(rank: int, world: int, case: Case) -> tuple[config.Train, Any, Transfo
         offload._min_bytes = 64  # a test's activations are small
     if case.compiled:
         model.compile_layers()
-    return cfg, build(model, cfg, device, world, rank), model
+    return cfg, build(model, cfg, Dims.of(cfg, world, rank, device)), model
 
 
 def train(rank: int, world: int, case: Case) -> Outcome:

@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
+from train.memory import levers
+from train.memory.offload import Offload
 from train.model.transformer import Transformer
+from train.parallel import context, pipeline, tensor
 from train.parallel.build import DTYPES, build, param_dtype
+from train.parallel.dims import DATA, Dims
 
 ROWS = 8  # global batch
-SEQ = 6
+SEQ = {False: 6, True: 16}  # tokens a row, of sizes that 8 divides or not
 CPU = torch.device("cpu")
 
 
@@ -25,9 +29,21 @@ class Case:
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    prefetch: int | None = None
     dp_replicate: int = -1
-    model: str = "transformer"  # transformer | tied | odd
+    tp: int = 1
+    cp: int = 1
+    cp_method: str = "ulysses"
+    pp: int = 1
+    pp_schedule: str | None = None
+    pp_virtual: int | None = None
+    layers: int = 2
+    model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
+    qk_norm: bool = False
+    kv_heads: int | None = None  # others than the model has
+    memory: tuple[tuple[str, Any], ...] = ()  # keys of memory.*
+    attention: str = "math"
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -75,34 +91,72 @@ class Odd(nn.Module):
 
 def configuration(case: Case) -> config.Train:
     """The part of a configuration that a reduction reads."""
+    even = case.model.startswith("even")
+    heads, kv_heads, vocab = (8, 4, 64) if even else (4, 2, 61)
     return config.Train(
         model=config.Model(
-            name="test", dim=24, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=40, vocab=61, tied=case.model == "tied"
+            name="test",
+            dim=24,
+            layers=case.layers,
+            heads=heads,
+            kv_heads=case.kv_heads or kv_heads,
+            head_dim=8,
+            ffn=40,
+            vocab=vocab,
+            tied=case.model.endswith("tied"),
+            qk_norm=case.qk_norm,
         ),
-        parallelism=config.Parallelism(name="test", dp_replicate=case.dp_replicate),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        seq_len=SEQ[even],
+        parallelism=config.Parallelism(
+            "test",
+            case.pp,
+            case.dp_replicate,
+            cp=case.cp,
+            cp_method=case.cp_method,
+            tp=case.tp,
+            pp_schedule=case.pp_schedule,
+            pp_virtual=case.pp_virtual,
+        ),
+        grad_accum=case.grad_accum,
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
+        memory=config.Memory("test", **dict(case.memory)),
+        compile=config.Compile("layer" if case.compiled else "none"),
+        attention=config.Attention(case.attention),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
 
 
-def make_model(case: Case, cfg: config.Train) -> nn.Module:
-    """The same weights on every call."""
+def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Module:
+    """The same weights on every call; with `dims` this rank's part of them."""
     torch.manual_seed(0)
     model: nn.Module
     if case.model == "odd":
         model = Odd(case.widths, case.unused)
     else:
-        model = Transformer(cfg.model, "math")
+        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
+        if dims is not None:
+            tensor.apply(model, dims)
+            pipeline.prune(model, cfg, dims)
+            context.apply(model, dims, case.cp_method)
+        model.to_empty(device="cpu")
         model.init_weights(0)
+        _levers(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
 
 
-def rows(step: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), [ROWS, SEQ], of a step's global batch."""
-    data = torch.randint(0, 61, (ROWS, SEQ + 1), generator=torch.Generator().manual_seed(step))
+def _levers(model: Transformer, cfg: config.Train) -> None:
+    levers.apply(model, cfg.memory, CPU)
+    offload = getattr(model.saving, "__self__", None)
+    if isinstance(offload, Offload):
+        offload._min_bytes = 64  # a test's activations are small
+
+
+def rows(step: int, seq_len: int = SEQ[False]) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), [ROWS, seq_len], of a step's global batch."""
+    data = torch.randint(0, 61, (ROWS, seq_len + 1), generator=torch.Generator().manual_seed(step))
     return data[:, :-1], data[:, 1:]
 
 
@@ -110,11 +164,14 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     """Run `case` as one of `world` ranks, each with its rows of the global batch."""
     cfg = configuration(case)
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
-    model = make_model(case, cfg).to(device)
-    dp = build(model, cfg, device, world, rank)
+    dims = Dims.of(cfg, world, rank, device)
+    model = make_model(case, cfg, dims).to(device)
+    dp = build(model, cfg, dims)
+    cfg.micro_batch = ROWS // dims.size(*DATA) // case.grad_accum
+    line = pipeline.Pipeline(model, cfg, dims, DTYPES[case.dtype]) if case.pp > 1 else None
     out = Outcome()
     for step in range(case.steps):
-        out.losses.append(one_step(dp, rank, world, case, step, device))
+        out.losses.append(one_step(dp, dims, case, step, device, line))
         with no_host_synchronisation(device):
             norm = dp.step(case.lr)
         out.norms.append(float(norm))
@@ -122,14 +179,26 @@ def train(rank: int, world: int, case: Case) -> Outcome:
         out.weights.append({k: v.cpu() for k, v in dp.full_weights().items()})
     out.traffic = dp.traffic()
     dp.close()  # waits for the weights that are still under way
-    if case.reduction != "fsdp":
+    if case.reduction != "fsdp" and case.tp == case.pp == 1:
         out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
 
 
-def one_step(dp: Any, rank: int, world: int, case: Case, step: int, device: torch.device = CPU) -> float:
-    """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows."""
-    tokens, targets = (t.chunk(world)[rank].to(device).chunk(case.grad_accum) for t in rows(step))
+def all_data(rank: int, world: int) -> Dims:
+    """A place where every rank has rows of its own."""
+    return Dims({"pp": 1, "dp_replicate": world, "dp_shard": 1, "cp": 1, "tp": 1}, rank, CPU)
+
+
+def one_step(dp: Any, dims: Dims, case: Case, step: int, device: torch.device = CPU, line: Any = None) -> float:
+    """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows, NaN where it isn't known."""
+    mine = [
+        dims.rows_of_sequence(t.chunk(dims.size(*DATA))[dims.index(*DATA)]).to(device)
+        for t in rows(step, SEQ[case.model.startswith("even")])
+    ]
+    if line is not None:
+        loss = float(line.step(*mine))
+        return loss if line.last else float("nan")
+    tokens, targets = (t.chunk(case.grad_accum) for t in mine)
     losses = []
     for i in range(case.grad_accum):
         with no_host_synchronisation(device), dp.micro_step(i, case.grad_accum):

@@ -11,6 +11,7 @@ from tests.parallel import cases
 from tests.parallel.cases import Case, Outcome
 from tests.parallel.ranks import Ranks
 from train.parallel.build import build
+from train.parallel.dims import Dims
 
 CASES = st.builds(
     Case,
@@ -83,7 +84,8 @@ def test_the_sum_is_in_rank_order(four: Ranks) -> None:
 def rank_order(rank: int, world: int, reduction: str) -> float:
     case = Case(reduction, dtype="fp32", clip_norm=None)
     model = torch.nn.Linear(1, 1, bias=False)
-    dp = build(model, cases.configuration(case), cases.CPU, world, rank)
+    cfg = cases.configuration(case)
+    dp = build(model, cfg, Dims.of(cfg, world, rank, cases.CPU))
     with dp.micro_step(0, 1):
         dp.module(torch.full((1, 1), 1.0 if rank == 0 else 2.0**-24)).sum().backward()
     dp.step(0.0)
@@ -100,7 +102,8 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_an_error(two: Ranks)
 def backward_twice(rank: int, world: int) -> str:
     case = Case("zero2o", dtype="fp32")
     model = torch.nn.Linear(3, 2)
-    dp = build(model, cases.configuration(case), cases.CPU, world, rank)
+    cfg = cases.configuration(case)
+    dp = build(model, cfg, Dims.of(cfg, world, rank, cases.CPU))
     try:
         with dp.micro_step(0, 1):
             for _ in range(2):

@@ -9,8 +9,10 @@ from train.parallel import mesh
 
 
 def resolve(reduction: str, nproc: int, replicate: int = -1, shard: int = -1) -> tuple[int, int]:
-    cfg = config.Train(parallelism=config.Parallelism("test", replicate, shard), reduction=config.Reduction(reduction))
-    return tuple(mesh.resolve(cfg, nproc).values())  # type: ignore[return-value]
+    degrees = config.Parallelism("test", dp_replicate=replicate, dp_shard=shard)
+    got = mesh.resolve(config.Train(parallelism=degrees, reduction=config.Reduction(reduction)), nproc)
+    assert [got[name] for name in ("pp", "cp", "tp", "ep")] == [1, 1, 1, 1]
+    return got["dp_replicate"], got["dp_shard"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_degrees(reduction: str, degrees: tuple[int, int], expected: tuple[int, 
         (
             "fsdp",
             (0, -1),
-            "parallelism.dp_replicate=0: must be a degree of at least 1, or -1 for what is left of nproc",
+            "parallelism.dp_replicate=0: must be a degree between 1 and 65536, or auto (-1)",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
 from train.parallel.build import build
+from train.parallel.dims import Dims
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def resumed(rank: int, world: int, case: Case) -> tuple[list[str], bool]:
     runs = []
     for stop_at in (4, 2):
         model = cases.make_model(case, cfg)
-        dp = build(model, cfg, CPU, world, rank)
+        dp = build(model, cfg, Dims.of(cfg, world, rank, CPU))
         for step in range(4):
             if step == stop_at:
                 saved = {k: v.clone() for k, v in dp.state_dict().items()}
@@ -26,9 +27,9 @@ def resumed(rank: int, world: int, case: Case) -> tuple[list[str], bool]:
                 with torch.no_grad():
                     for p in model.parameters():
                         p.zero_()
-                dp = build(model, cfg, CPU, world, rank)
+                dp = build(model, cfg, Dims.of(cfg, world, rank, CPU))
                 dp.load_state_dict(saved)
-            cases.one_step(dp, rank, world, case, step)
+            cases.one_step(dp, cases.all_data(rank, world), case, step)
             dp.step(case.lr)
         runs.append({k: v.clone() for k, v in dp.state_dict().items()})
         dp.close()
@@ -47,7 +48,7 @@ def test_resumed_equals_uninterrupted(two: Ranks, reduction: str, dtype: str) ->
 def shards(rank: int, world: int, case: Case) -> tuple[dict[str, int], list[str]]:
     """(elements of every item, names in order) of this rank's shard."""
     cfg = cases.configuration(case)
-    dp = build(cases.make_model(case, cfg), cfg, CPU, world, rank)
+    dp = build(cases.make_model(case, cfg), cfg, Dims.of(cfg, world, rank, CPU))
     items = list(dp.shard_items())
     dp.close()
     return {k: v.numel() for k, v in items}, [k for k, _ in items]
@@ -69,7 +70,7 @@ def test_a_checkpoint_of_another_layout_is_refused() -> None:
     for model in ("transformer", "tied"):
         case = Case("ddp", model=model)
         cfg = cases.configuration(case)
-        dps.append(build(cases.make_model(case, cfg), cfg, CPU, 1, 0))
+        dps.append(build(cases.make_model(case, cfg), cfg, Dims.of(cfg, 1, 0, CPU)))
     with pytest.raises(ValueError, match=r"another layout: head\.weight\.exp_avg is on one side only"):
         dps[1].load_state_dict(dps[0].state_dict())
     state = dps[0].state_dict()

@@ -14,6 +14,7 @@ from train.memory import recompute
 from train.model import rope
 from train.parallel.base import DataParallel
 from train.parallel.build import build
+from train.parallel.dims import Dims
 from train.parallel.round import Islands, Round
 from train.replay import compare
 from train.replay.passes import Replay
@@ -31,7 +32,7 @@ def make(
     if full_recompute:
         recompute.apply(model, config.Memory("full", "full"))
     replay = Replay(model, CPU)
-    dp = build(model, cfg, CPU, world, rank)
+    dp = build(model, cfg, Dims.of(cfg, world, rank, CPU))
     replay.attach(dp)
     return dp, replay
 
@@ -41,7 +42,7 @@ def steps(dp: DataParallel, replay: Replay, rank: int, world: int, case: Case, s
     for step in range(case.steps):
         if spoil is not None:
             spoil(step)
-        cases.one_step(dp, rank, world, case, step)
+        cases.one_step(dp, cases.all_data(rank, world), case, step)
         dp.step(case.lr)
         replay.after(step)
     taken, replay._steps = replay._steps, []
@@ -101,7 +102,7 @@ def local_training(
     dp, _ = _island(rank, world, case, rounds, islands)
     kept = {}
     for step in range(max(stops) + 1):
-        cases.one_step(dp, rank, world, case, step)
+        cases.one_step(dp, cases.all_data(rank, world), case, step)
         dp.step(case.lr)
         if step in stops:
             kept[step] = _weights(dp)
@@ -114,7 +115,7 @@ def rounds_training(rank: int, world: int, case: Case, rounds: config.Round, isl
     dp, outer = _island(rank, world, case, rounds, islands)
     kept = []
     for step in range(case.steps):
-        cases.one_step(dp, rank, world, case, step)
+        cases.one_step(dp, cases.all_data(rank, world), case, step)
         dp.step(case.lr)
         if outer.due(step):
             before = _weights(dp)
@@ -134,9 +135,9 @@ def _island(rank: int, world: int, case: Case, rounds: config.Round, islands: in
     cfg.round = rounds
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = islands, world // islands
     places = Islands.of(cfg, rank)
-    dp = build(
-        cases.make_model(case, cfg), places.inner_config(cfg), CPU, places.size, rank % places.size, places.inner
-    )
+    inner = places.inner_config(cfg)
+    place = Dims.of(inner, places.size, rank % places.size, CPU, places.inner)
+    dp = build(cases.make_model(case, cfg), inner, place)
     return dp, Round(rounds, dp, places, CPU)
 
 
@@ -178,7 +179,7 @@ def _with_checkpoints(
     cfg.parallelism.dp_replicate = world if case.reduction == "ddp" else 1
     outer = None
     if rounds is None:
-        dp = build(cases.make_model(case, cfg), cfg, CPU, world, rank)
+        dp = build(cases.make_model(case, cfg), cfg, Dims.of(cfg, world, rank, CPU))
     else:
         dp, outer = _island(rank, world, case, rounds, world)
     return cfg, dp, outer, checkpoint.Checkpoints(cfg, folder, dp, outer, rank, world, None)
@@ -188,7 +189,7 @@ def _step(
     dp: DataParallel, outer: Round | None, saves: checkpoint.Checkpoints, rank: int, world: int, case: Case, step: int
 ) -> None:
     torch.rand(5)  # something that moves the generator
-    cases.one_step(dp, rank, world, case, step)
+    cases.one_step(dp, cases.all_data(rank, world), case, step)
     dp.step(case.lr)
     if outer is not None and outer.due(step):
         outer.after(step)

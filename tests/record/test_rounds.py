@@ -123,7 +123,8 @@ def test_zeros_stay_zeros() -> None:
 def test_islands(given_: tuple[int, int], nproc: int, want: tuple[int, int], reduction: str) -> None:
     cfg = config.Train(reduction=config.Reduction(reduction), round=PLAIN)
     cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard = given_
-    assert tuple(mesh.resolve(cfg, nproc).values()) == want
+    degrees = mesh.resolve(cfg, nproc)
+    assert (degrees["dp_replicate"], degrees["dp_shard"]) == want
     cfg.parallelism.dp_replicate = 3
     with pytest.raises(ConfigError, match="must multiply to nproc=4"):
         mesh.resolve(cfg, nproc)

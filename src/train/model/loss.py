@@ -1,8 +1,9 @@
 """The LM head and its cross-entropy: in one piece, so that Inductor can fuse it, or over chunks of tokens, so that the
-logits [tokens, vocab] never exist at once."""
+logits [tokens, vocab] never exist at once. With a share of the vocabulary on every rank (tensor parallel) none has them."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,16 @@ def lm_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(_wide(logits.dtype)), targets.flatten())
 
 
-def build(cfg: config.Memory) -> Loss:
-    """The head that memory.lm_head_chunk and memory.lm_head_kernel ask for.
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of the head's weight that a rank has: `first` and on, of all that `group` (by name) has together."""
+
+    first: int
+    group: str
+
+
+def build(cfg: config.Memory, shard: VocabShard | None = None) -> Loss:
+    """The head that memory.lm_head_chunk and memory.lm_head_kernel ask for, over the whole vocabulary or a `shard` of it.
 
     Raises ConfigError for a kernel that the installed torch doesn't have.
     """
@@ -34,19 +43,21 @@ def build(cfg: config.Memory) -> Loss:
             "memory.lm_head_kernel", "torch", f"torch {torch.__version__} has no linear_cross_entropy; set it to own"
         )
     if cfg.lm_head_chunk is None:
-        return lm_loss
+        return lm_loss if shard is None else functools.partial(parallel_loss, shard=shard)
     if cfg.lm_head_kernel == "torch":
         return functools.partial(torch_loss, chunk=cfg.lm_head_chunk)
-    return functools.partial(chunked_loss, chunk=cfg.lm_head_chunk)
+    pointwise = _loss_and_slope if shard is None else functools.partial(_parallel_loss_and_slope, shard=shard)
+    return functools.partial(chunked_loss, chunk=cfg.lm_head_chunk, pointwise=pointwise)
 
 
 def compiled(loss: Loss) -> Loss:
     """The same head with Inductor's kernels. Of a chunked head the pointwise part alone: its matmuls are the library's
     and its loop would be unrolled."""
-    if loss is lm_loss:
-        return torch.compile(lm_loss, fullgraph=True)
     if isinstance(loss, functools.partial) and loss.func is chunked_loss:
-        return functools.partial(loss, pointwise=torch.compile(_loss_and_slope, fullgraph=True, dynamic=False))
+        pointwise = loss.keywords["pointwise"]
+        return functools.partial(loss, pointwise=torch.compile(pointwise, fullgraph=True, dynamic=False))
+    if loss is lm_loss or isinstance(loss, functools.partial) and loss.func is parallel_loss:
+        return torch.compile(loss, fullgraph=True)
     return loss  # torch's own chunked head is one operator
 
 
@@ -54,6 +65,50 @@ def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> T
     """`lm_loss` by torch's own chunked head (torch 2.13 has it)."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy="accurate", chunking_method=None)
     return F.linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), options=options)
+
+
+def parallel_loss(hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
+    """`lm_loss` where `weight` [vocab/tp, dim] is this rank's share: the same loss on every rank. Collective.
+
+    The gradient of `hidden` is this rank's part of a sum over ranks.
+    """
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    return _Parallel.apply(logits, targets.flatten(), shard)
+
+
+class _Parallel(torch.autograd.Function):
+    """Saves the loss's slope in the logits' dtype, in place of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
+        loss, slope = _parallel_loss_and_slope(logits, targets, 1 / len(targets), shard)
+        ctx.save_for_backward(slope)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return slope * grads[0].to(slope.dtype), None, None
+
+
+def _parallel_loss_and_slope(
+    logits: Tensor, targets: Tensor, weight: float, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
+    """`_loss_and_slope` of logits [n, vocab/tp]: the maximum, then the sum and the target's logit, travel over ranks."""
+    wide = logits.to(_wide(logits.dtype))
+    wide = wide - _all_reduce(wide.max(-1).values, "max", shard.group)[:, None]
+    at = (targets - shard.first)[:, None]
+    mine = (at >= 0) & (at < logits.shape[1])
+    picked = wide.gather(1, at.where(mine, 0)) * mine
+    total, picked = _all_reduce(torch.stack((wide.exp().sum(-1), picked[:, 0])), "sum", shard.group)
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    slope = (wide.exp() / total[:, None] - (columns == at).to(wide.dtype)) * weight
+    return (total.log() - picked).sum() * weight, slope.to(logits.dtype)
+
+
+def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, op, group))
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, pointwise: Any = None) -> Tensor:

@@ -1,13 +1,16 @@
 """What the training loop sees of any reduction."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from train.parallel.adamw import AdamW
+from train.parallel import tensor
+from train.parallel.adamw import AdamW, norms
+from train.parallel.dims import Dims
 from train.parallel.traffic import Meter
 
 
@@ -17,6 +20,7 @@ class DataParallel(ABC):
     A step is `count` times (`with micro_step(i, count): (module(tokens, targets) / count).backward()`), then `step(lr)`.
     """
 
+    _dims: Dims
     module: Callable[..., Any]  # what the loop calls: the model itself or a wrapper of it
     meter: Meter
     _next_lr: float | None = None
@@ -37,8 +41,13 @@ class DataParallel(ABC):
         """
 
     @abstractmethod
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
+        """Copies of what the ranks that share this one's weights have together, by parameter name. Collective."""
+
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         """Copies of master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank. Collective."""
+        mine = {name: tensor.assemble(name, part, self._dims) for name, part in self.unsharded(kind).items()}
+        return self._dims.union_over_pp(mine)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Master weights by parameter name, gathered whole on every rank."""
@@ -78,11 +87,11 @@ class DataParallel(ABC):
                 f"checkpoint of another layout: {differ[0]} is on one side only ({len(differ)} such names)"
             )
         self.settle()
-        for name, tensor in own.items():
-            have, want = list(state[name].shape), list(tensor.shape)
+        for name, live in own.items():
+            have, want = list(state[name].shape), list(live.shape)
             if have != want:
                 raise ValueError(f"checkpoint of another layout: {name} has shape {have}, not {want}")
-            tensor.copy_(state[name])
+            live.copy_(state[name])
         self.publish()
 
     def traffic(self) -> dict[str, Any]:
@@ -97,3 +106,21 @@ class DataParallel(ABC):
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) in registration order; a tied parameter once, under its first name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+
+
+class GradNorm:
+    """2-norm of a gradient whose pieces lie on the ranks of an island; gradients that tp ranks have parts of are added up."""
+
+    def __init__(self, dims: Dims, names: Sequence[str], sharded: bool) -> None:
+        """`names`: of the parameters, in the order of the gradients; `sharded`: over dp_shard x cp, by the reduction."""
+        self._dims = dims
+        cut = [tensor.cut_dim(name) is not None for name in names] if dims.size("tp") > 1 else [True] * len(names)
+        self._partial = [i for i, each in enumerate(cut) if not each]
+        shares = [1 / dims.copies(each, sharded) for each in cut]
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=dims.device)
+
+    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+        """0-dim fp64, the same bits on all ranks of an island. Collective; `grads` are completed in place."""
+        self._dims.sum_over_tp([grads[i] for i in self._partial])
+        squares = norms(grads, self._dims.device).to(self._dims.device).square()
+        return self._dims.total((squares * self._shares).sum()).sqrt()

@@ -1,13 +1,12 @@
 """From a configuration to the reduction that it names."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from train import config
 from train.parallel import mesh
 from train.parallel.base import DataParallel
+from train.parallel.dims import REDUCE, Dims
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -24,15 +23,11 @@ def param_dtype(cfg: config.Train, compute: torch.dtype) -> torch.dtype:
     return torch.promote_types(compute, torch.float32) if cfg.reduction.name == "fsdp" else compute
 
 
-def build(
-    model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, rank: int, group: Any = None
-) -> DataParallel:
-    """Take over `model`: on `device`, in `param_dtype`, the same weights on every rank; compiled layers before, not after.
+def build(model: nn.Module, cfg: config.Train, dims: Dims) -> DataParallel:
+    """Take over `model`: this rank's part, on its device, in `param_dtype`, compiled layers before, not after.
 
-    With world_size > 1 `group`, or the default process group for None, has these ranks. Raises ConfigError for degrees
-    that can't be.
+    Raises ConfigError where torch can't do what is asked for.
     """
-    mesh.resolve(cfg, world_size)
     if cfg.optim.grad_dtype == "fp32":  # gradients add up, over micro-batches and ranks, in more than bf16's 8 bits
         if not hasattr(torch.Tensor, "grad_dtype"):
             raise config.ConfigError("optim.grad_dtype", "fp32", f"torch {torch.__version__} ties it to the weights'")
@@ -42,11 +37,11 @@ def build(
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 
-        return Fsdp(model, cfg, device, world_size, compute_dtype(cfg, device), group)
-    if cfg.reduction.name in mesh.ZERO2 and world_size > 1:
+        return Fsdp(model, cfg, dims, compute_dtype(cfg, dims.device))
+    if cfg.reduction.name in mesh.ZERO2 and dims.size(*REDUCE) > 1:
         from train.parallel.zero2 import Zero2
 
-        return Zero2(model, cfg, device, world_size, rank, group)
+        return Zero2(model, cfg, dims)
     from train.parallel.replicated import Replicated
 
-    return Replicated(model, cfg, device, world_size, group)
+    return Replicated(model, cfg, dims)

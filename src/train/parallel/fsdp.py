@@ -3,24 +3,23 @@
 Parameters are the fp32 masters; with a lower compute dtype they are gathered in it and gradients are reduced in fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
-from train.parallel import collectives, mesh
-from train.parallel.adamw import AdamW, Piece, clip_scale, norms
-from train.parallel.base import DataParallel, trainable
-from train.parallel.traffic import Meter
+from train.parallel.adamw import AdamW, Piece, clip_scale
+from train.parallel.base import DataParallel, GradNorm, trainable
+from train.parallel.dims import Dims
 
 
 class Fsdp(DataParallel):
@@ -30,41 +29,36 @@ class Fsdp(DataParallel):
     dispatch for every parameter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cfg: config.Train,
-        device: torch.device,
-        world: int,
-        compute: torch.dtype,
-        group: Any = None,
-    ) -> None:
-        self._optim, self._device, self._compute = cfg.optim, device, compute
+    def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims, compute: torch.dtype) -> None:
+        device = dims.device
+        self._dims, self._optim, self._device, self._compute = dims, cfg.optim, device, compute
         self._full = cfg.memory.optimizer_offload == "full"
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        degrees = mesh.resolve(cfg, world)
-        self._copies, self._shards = degrees["dp_replicate"], degrees["dp_shard"]
-        names = ("dp_replicate", "dp_shard") if self._copies > 1 else ("dp_shard",)
-        if group is not None:  # some of the ranks
-            devices = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
-        else:
-            devices = init_device_mesh(device.type, tuple(degrees[n] for n in names), mesh_dim_names=names)
-        self._group = devices.get_group("dp_shard")
+        self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
+        devices = dims.shard_mesh
+        # a pipeline has several micro-batches under way at once: their layers would be gathered again and again
+        chunks = getattr(model, "chunks", ())
         # gathered weights then live until the step's last backward
-        self._keep = cfg.reduction.reshard_after_forward is False
+        reshard = cfg.reduction.reshard_after_forward
+        self._reshard: bool | int = not chunks if reshard is None else reshard
+        self._keep = self._reshard is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
-        self._once = cfg.reduction.accumulate == "once"
-        self.meter = Meter(device)
-        self.module: Any = self._wrap(model, devices)
+        self._once = cfg.reduction.accumulate == "once" or bool(chunks)
+        self.meter = dims.meter
+        self.module: Any = self._wrap(model, chunks or (model,), devices, cfg.reduction.prefetch)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
+        self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = Optimizers(cfg, device).make(self._pieces)
         self._micro_batches = 0
 
-    def _wrap(self, model: nn.Module, devices: DeviceMesh) -> FSDPModule:
+    def _wrap(
+        self, model: nn.Module, roots: Sequence[nn.Module], devices: DeviceMesh, prefetch: int | None
+    ) -> nn.Module:
+        """Every block and, with the rest, every root: the model, or the stages of a pipeline."""
         stored = next(model.parameters()).dtype
         mixed = self._compute != stored
         policy = MixedPrecisionPolicy(
@@ -76,11 +70,22 @@ class Fsdp(DataParallel):
         self._blocks = list(getattr(model, "layers", ()))
         for block in self._blocks:
             fully_shard(
-                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
             )
-        return fully_shard(
-            model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
-        )
+        self._prefetch(prefetch)
+        for root in roots:
+            fully_shard(
+                root, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
+            )
+        return model
+
+    def _prefetch(self, depth: int | None) -> None:
+        """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes."""
+        if depth is None:
+            return
+        for index, block in enumerate(self._blocks):
+            block.set_modules_to_forward_prefetch(self._blocks[index + 1 : index + 1 + depth])
+            block.set_modules_to_backward_prefetch(self._blocks[max(0, index - depth) : index][::-1])
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
@@ -97,22 +102,20 @@ class Fsdp(DataParallel):
     def step(self, lr: float) -> Tensor:
         grads = []
         for (_, p), piece in zip(self._named, self._pieces, strict=True):
-            if piece.tensor.numel():
-                grad = p.grad
-                grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
+            grad = p.grad
+            grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
             p.grad = None
-        own = norms(grads, self._device).to(self._device).square().sum().view(1)
-        parts = own.new_empty(self._shards)
-        collectives.all_gather(parts, own, group=self._group)
-        norm = parts.sum().sqrt()
+        norm = self._norm(grads)
+        grads = [grad for grad in grads if grad.numel()]  # a rank may own nothing of a small parameter
         dtype = self._pieces[0].tensor.dtype
         self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
         if isinstance(self._owner, HostOptimizer):
             self._owner.finish()
+        self.meter.end_step()
         return norm.to(dtype)
 
     @torch.no_grad()
-    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
         whole = {}
         for (name, p), piece in zip(self._named, self._pieces, strict=True):
             local = self._owner.state(piece, kind) if piece.tensor.numel() else piece.tensor
@@ -126,19 +129,22 @@ class Fsdp(DataParallel):
     def traffic(self) -> dict[str, Any]:
         """Bytes by the layout, as rings send them (fully_shard shows no counters); "exposed_s": None, it can't be seen from
         outside fully_shard."""
-        gathers = (
-            1 if self._keep else 2 * self._micro_batches
-        )  # of a block; the root keeps its weights until backward ends
-        root_gathers = 1 if self._keep else self._micro_batches
+        first = (
+            1 if self._keep else self._micro_batches
+        )  # gathers before forward; the root's weights stay until backward ends
+        # a block that was resharded is gathered again in backward: from all shards, or from the few that it was kept on
+        few = self._shards if self._reshard is True else int(self._reshard)
+        again = 0.0 if self._keep else self._micro_batches * self._shards / few * (few - 1) / max(1, self._shards - 1)
         in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
         reductions = 1 if self._once else self._micro_batches
         sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         for _, p in self._named:
             shard = -(-p.shape[0] // self._shards) * (p.numel() // p.shape[0])  # rows are padded to the shards
-            times = gathers if id(p) in in_blocks else root_gathers
-            sent["all_gather"] += times * shard * self._compute.itemsize * (self._shards - 1)
+            times = first + (again if id(p) in in_blocks else 0)
+            sent["all_gather"] += int(times * shard * self._compute.itemsize * (self._shards - 1))
             sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (self._shards - 1)
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
+        sent |= self.meter.report()["bytes"]  # by others than fully_shard
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
     def owners(self) -> list[AdamW]:

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
-from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype, norms
-from train.parallel.base import DataParallel, trainable
-from train.parallel.traffic import Meter
+from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
+from train.parallel.base import DataParallel, GradNorm, trainable
+from train.parallel.dims import REDUCE, Dims
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
 
@@ -22,23 +22,27 @@ UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds 
 class Replicated(DataParallel):
     """Every rank updates all weights with the same summed gradients."""
 
-    def __init__(
-        self, model: nn.Module, cfg: config.Train, device: torch.device, world_size: int, group: Any = None
-    ) -> None:
-        self._world, self._optim, self._device, self._group = world_size, cfg.optim, device, group
+    def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims) -> None:
+        device, world_size = dims.device, dims.size(*REDUCE)
+        group = dims.group(*REDUCE) if world_size > 1 else None
+        self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
-        self.meter = Meter(device)
+        self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
+        self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
         self._last = True
-        if world_size == 1:  # DDP keeps gradients in its buckets until all ranks' are added up
+        # a pipeline's schedule doesn't run all hooks of the parameters, which DDP lives on: reduced after the last micro-batch
+        self._after = dims.size("pp") > 1
+        self._bucket = int((cfg.reduction.bucket_mib or 25) * 2**20)
+        if world_size == 1 and not self._after:  # DDP keeps gradients in its buckets until all ranks' are added up
             for update, owner in zip(self._updates, self._offloaded, strict=bool(self._offloaded)):
                 for index, p in enumerate(update.parameters):
                     p.register_post_accumulate_grad_hook(self._deliver(owner, index))
         self._compute_done = self.meter.mark()
         self.module: Any = model
-        if world_size > 1:
+        if world_size > 1 and not self._after:
             # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
             torch._dynamo.config.optimize_ddp = False
             self.module = DistributedDataParallel(
@@ -69,14 +73,32 @@ class Replicated(DataParallel):
         if last and self._world > 1:  # backward returns once the last bucket is reduced
             self.meter.exposed("all_reduce", self._compute_done, self.meter.mark())
 
+    def _reduce(self) -> None:
+        """Sums over ranks, in place, of all gradients: in buckets, one on its way while the next is put together."""
+        with self.meter.waiting("all_reduce"):
+            sent: tuple[list[Tensor], Tensor, Any] | None = None
+            for grads in [*_buckets([p.grad for _, p in self._named if p.grad is not None], self._bucket), None]:
+                now = None
+                if grads is not None:
+                    flat = torch.cat([g.reshape(-1) for g in grads])
+                    self.meter.sent("all_reduce", 2 * flat.nbytes * (self._world - 1) // self._world)
+                    now = grads, flat, dist.all_reduce(flat, group=self._group, async_op=True)
+                if sent is not None:
+                    sent[2].wait()
+                    parts = sent[1].split([g.numel() for g in sent[0]])
+                    torch._foreach_copy_(sent[0], [part.view_as(g) for g, part in zip(sent[0], parts, strict=True)])
+                sent = now
+
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        if self._offloaded:
-            return self._offloaded_step(lr)
-        for _, p in self._named:
+        for _, p in self._named if not self._offloaded or self._after else ():
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
-        norm = norms([p.grad for _, p in self._named if p.grad is not None], self._device).norm() / self._world
+        if self._after and self._world > 1:
+            self._reduce()
+        if self._offloaded:
+            return self._offloaded_step(lr)
+        norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)
@@ -104,7 +126,7 @@ class Replicated(DataParallel):
 
         return gradient_is_in
 
-    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
         return {piece.name: u.owner.state(piece, kind).clone() for u in self._updates for piece in u.owner.pieces}
 
     def owners(self) -> list[AdamW]:
@@ -115,7 +137,7 @@ class Replicated(DataParallel):
             update.publish()
 
     def close(self) -> None:
-        if self._world > 1:
+        if self._world > 1 and not self._after:
             self.module = self.module.module
 
 
@@ -155,6 +177,18 @@ class _Update:
     def publish(self) -> None:
         if self.copies:
             torch._foreach_copy_(self.weights, self.owner.tensors)
+
+
+def _buckets(grads: list[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype, each run of about `nbytes`."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        if bucket and (sum(g.nbytes for g in bucket) >= nbytes or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket
 
 
 def _chunks(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -33,7 +33,7 @@ class Islands:
     @classmethod
     def of(cls, cfg: config.Train, rank: int) -> "Islands":
         """Make the groups. Collective over all ranks."""
-        count, size = cfg.parallelism.dp_replicate, cfg.parallelism.dp_shard
+        count, size = int(cfg.parallelism.dp_replicate), int(cfg.parallelism.dp_shard)
         blocks = [list(range(i * size, (i + 1) * size)) for i in range(count)]
         inner = None
         if size > 1:

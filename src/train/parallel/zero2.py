@@ -19,9 +19,9 @@ from train.parallel import collectives
 from train.parallel.adamw import AdamW, clip_scale, norms
 from train.parallel.base import DataParallel, trainable
 from train.parallel.bucket import Bucket, make_buckets
+from train.parallel.dims import REDUCE, Dims
 from train.parallel.gather import WeightGather
 from train.parallel.lane import Lane
-from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
 
@@ -29,12 +29,11 @@ UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between
 class Zero2(DataParallel):
     """`reduction.name`: zero2 issues all buckets after backward, zero2o and zero2rs each as its last gradient is in."""
 
-    def __init__(
-        self, model: nn.Module, cfg: config.Train, device: torch.device, world: int, rank: int, group: Any = None
-    ) -> None:
+    def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims) -> None:
         self.module = model
-        self.meter = Meter(device)
-        self._world, self._device, self._optim, self._group = world, device, cfg.optim, group
+        device, world, rank, group = dims.device, dims.size(*REDUCE), dims.index(*REDUCE), dims.group(*REDUCE)
+        self.meter = dims.meter
+        self._dims, self._world, self._device, self._optim, self._group = dims, world, device, cfg.optim, group
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         optimizers = Optimizers(cfg, device)
@@ -137,7 +136,7 @@ class Zero2(DataParallel):
         return parts.sum().sqrt()
 
     @torch.no_grad()
-    def full(self, kind: str = "weight") -> dict[str, Tensor]:
+    def unsharded(self, kind: str) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
         for update in self._updates:
             for bucket in update.buckets:

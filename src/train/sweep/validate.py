@@ -18,12 +18,14 @@ from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
 from train.names import nearest
+from train.parallel import mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "parallelism.cp_method": ("ulysses", "ring"),
     "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
     **memory_rules.CHOICES,
@@ -50,8 +52,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.vocab": (1, 2**26),
     "model.norm_eps": (0, 1),
     "model.rope_theta": (1, 10**12),
-    "parallelism.dp_replicate": (-1, 2**16),
-    "parallelism.dp_shard": (-1, 2**16),
     "reduction.bucket_mib": (0.001, 2**16),
     "optim.lr": (0, 1e3),
     "optim.warmup_steps": (0, 10**9),
@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "reduction.prefetch": (1, 10**5),
     "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "round.inner_steps": (1, 10**7),
@@ -95,9 +96,8 @@ def values(cfg: Train) -> None:
         assert isinstance(value, (int, float))
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
-    for key in ("parallelism.dp_replicate", "parallelism.dp_shard"):
-        if get(cfg, key) == 0:
-            raise ConfigError(key, 0, "must be a degree of at least 1, or -1 for what is left")
+    mesh.values(cfg)
+    stages.values(cfg)
     memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
@@ -212,8 +212,6 @@ def batch(cfg: Train, data_ranks: int) -> tuple[int, int]:
 
 def combination(cfg: Train, nproc: int) -> Optional[str]:
     """Why this point can't exist, or None. `cfg.device` is resolved."""
-    from train.parallel import mesh
-
     try:
         m = cfg.model
         if m.heads % m.kv_heads:
@@ -226,6 +224,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
             ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
             ("reshard_after_forward", ("fsdp",)),
+            ("prefetch", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
                 raise ConfigError(
@@ -242,7 +241,9 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("profile", True, "would record the second pass of replay=true too; use one of them")
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
-        batch(cfg, degrees["dp_replicate"] * degrees["dp_shard"])
+        mesh.check_model(cfg, degrees)
+        memory_rules.layout(cfg, degrees)
+        stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)
     return None
