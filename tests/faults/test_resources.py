@@ -248,6 +248,7 @@ def test_long_paths(tmp_path: Path) -> None:
     assert too_long.code == 2 and too_long.output.count("\n") == 1, too_long.output
 
 
+@pytest.mark.slow
 def test_rendezvous_ports_and_four_sweeps_at_once(tmp_path: Path) -> None:
     """Four commands, each with its own lock folder, so that their ranks really run side by side."""
     commands = [Command(tmp_path / str(i), "name=r", *TINY, "steps=3", "launch.warm=false") for i in range(4)]

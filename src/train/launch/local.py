@@ -1,6 +1,5 @@
 """The executor of this machine: points one at a time, under a lock on its devices, in an order that lets memory prune."""
 
-import json
 import random
 import tempfile
 import time
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from filelock import FileLock, Timeout
 
 from train.config import Train
-from train.launch import environment, scratch, starters
+from train.launch import environment, prune, scratch, starters
 from train.launch.classify import Verdict, same_cause
+from train.launch.prune import KEPT
 from train.launch.supervisor import Progress, Stop, Supervisor
 from train.launch.tell import say as tell
 from train.measure.telemetry import Telemetry
@@ -26,8 +26,6 @@ from train.sweep.points import Frozen
 
 if TYPE_CHECKING:
     from train.sweep.folder import Sweep
-
-KEPT = ("ok", "oom", "infeasible", "invalid")
 
 
 @contextmanager
@@ -240,19 +238,16 @@ class Local:
         """What earlier commands found out of memory implies larger points of this one as well."""
         by_key: dict[str, list[Frozen]] = defaultdict(list)
         for p in todo:
-            by_key[_all_else(p)].append(p)
+            by_key[prune.all_else(p.cfg)].append(p)
         for p in self.sweep.points:
             if self.status(p)["status"] == "oom":
-                self._prune(p, by_key.get(_all_else(p), []))
+                self._prune(p, by_key.get(prune.all_else(p.cfg), []))
         return [p for p in todo if self.status(p)["status"] not in KEPT]
 
     def _prune(self, point: Frozen, rest: list[Frozen]) -> None:
         """What is larger along micro_batch or seq_len, all else equal, would not fit either."""
-        key = _all_else(point)
         for p in rest:
-            larger = p.cfg.micro_batch >= point.cfg.micro_batch and p.cfg.seq_len >= point.cfg.seq_len
-            same = p.cfg.grad_accum == point.cfg.grad_accum or p.cfg.global_batch == point.cfg.global_batch
-            if larger and same and _all_else(p) == key and self.status(p)["status"] not in KEPT:
+            if prune.implies(point.cfg, p.cfg) and self.status(p)["status"] not in KEPT:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
                 self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
@@ -263,9 +258,3 @@ def last_sign(folder: Path) -> str:
     files = [folder / "status.json", folder / "metrics.jsonl", *folder.glob("logs/*")]
     newest = max(f.stat().st_mtime for f in files if f.exists())
     return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")
-
-
-def _all_else(point: Frozen) -> str:
-    """Everything but the knobs that memory grows with, and what follows from them."""
-    derived = ("micro_batch", "seq_len", "global_batch", "grad_accum", "repeat")
-    return json.dumps({k: v for k, v in freeze.training_config(point.cfg).items() if k not in derived}, sort_keys=True)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
+from train.launch.slurm import claims
 from train.launch.supervisor import Stop
 from train.launch.tell import fill_standard_files, say
 from train.sweep import ending, folder, grid, points, progress, snapshot
@@ -135,6 +136,8 @@ def _run(
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
         if not owned:
             return 128 + (stop.signum or signal.SIGINT)
+        if launcher is None:
+            claims.refuse_queued(path, {p.identity for p in frozen})
         try:
             opened = folder.open_sweep(path, frozen, shlex.join(ending.typed()), cfg.code)
         except OSError as e:
