@@ -36,6 +36,7 @@ check: $(VENV_READY)
 bench: $(VENV_READY)
 	$(PYTHON) benchmarks/analysis_load.py
 	$(PYTHON) benchmarks/overlap.py
+	$(PYTHON) benchmarks/sweep_overhead.py
 
 bench-gpu: $(VENV_READY)
 	$(PYTHON) -m benchmarks.gpu_step

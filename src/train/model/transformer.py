@@ -142,6 +142,10 @@ class Transformer(nn.Module):
 class Cut(Protocol):
     """How a rank's part of a parameter follows from the whole."""
 
+    @property
+    def tp(self) -> int:
+        """Ranks that share the parameter, and between matrices a row's positions."""
+
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Of the parameter of which this rank's part has `shape`."""
 
