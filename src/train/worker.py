@@ -274,6 +274,9 @@ class Rank:
             with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s)
+            if self.checkpoints.due(step):
+                meter.settle(before)
+                before = None
             self.after_step(step, meter)
             meter.finish(before, last=False)
             if step == first:
