@@ -28,7 +28,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import tensor
+from train.parallel import balance, expert, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -84,6 +84,7 @@ class Rank:
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
+            expert.apply(model, cfg, self.dims)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -92,6 +93,7 @@ class Rank:
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them
             self.replay = passes.Replay(model, self.device)
+        self.balance = balance.Balance(model, m, self.dims) if m.experts else None
         self._reduction(model)
         kept = self.folder / f"memory-rank{self.rank}.pickle"
         self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
@@ -143,6 +145,7 @@ class Rank:
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
+            more=balance.METRICS if self.balance is not None else (),
             extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
 
@@ -218,7 +221,9 @@ class Rank:
             total = part if total is None else total + part
         assert total is not None
         self.breakdown.backward_done()
-        return total, self.dp.step(self.lr(step)), data_s
+        norm = self.dp.step(self.lr(step))
+        self.load = self.balance.step() if self.balance is not None else None
+        return total, norm, data_s
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
@@ -238,7 +243,7 @@ class Rank:
         """All steps. Step n is read after step n+1 has been launched."""
         self.trace = Trace(self.cfg.profile, self.cfg.steps, self.folder, self.rank, self.device)
         self.checkpoints = checkpoint.Checkpoints(
-            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
+            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group, self.balance
         )
         self.seed_generators()
         first = self.checkpoints.restore()
@@ -248,7 +253,7 @@ class Rank:
             self.trace.before(step)
             with self.faults.at(step, self.dp.module), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
-            meter.results(loss, norm, data_s)
+            meter.results(loss, norm, data_s, self.load)
             self.after_step(step, meter)
             meter.finish(before, last=False)
             if step == first:
@@ -264,6 +269,8 @@ class Rank:
             self.replay.rewind()
             if self.rounds is not None:
                 self.rounds.restart()
+            if self.balance is not None:
+                self.balance.restart()
         self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
@@ -294,6 +301,7 @@ class Rank:
             "rope_cache": cfg.model.rope_cache,
             "deterministic": bool(cfg.deterministic),
             "replay": cfg.replay,
+            "force_balance": cfg.model.force_balance,
             "micro_batch": cfg.micro_batch,
             "environment": {
                 k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))
@@ -313,6 +321,8 @@ class Rank:
             "attention_backend": self.attention,
             "attention_qualified": self.qualified,
             "params": flops.param_count(cfg.model),
+            "params_active": flops.param_count(cfg.model, active=True),
+            "experts": self.balance.report() if self.balance is not None else None,
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,

@@ -17,6 +17,7 @@ from train import config, seeds
 from train.model import rope
 from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
+from train.model.moe import MoE
 
 
 class Attention(nn.Module):
@@ -59,20 +60,24 @@ class Block(nn.Module):
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
-        self.recompute: Callable[..., Tensor] | None = None  # see train.memory.recompute
+        self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.ffn = FeedForward(cfg)
+        self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.recompute is not None:
-            return self.recompute(self._layer, x, cos, sin)
-        return self._layer(x, cos, sin)
+        out = self._layer(x, cos, sin) if self.recompute is None else self.recompute(self._layer, x, cos, sin)
+        if isinstance(self.ffn, MoE):
+            out, counts = out
+            self.ffn.count(counts)  # here: what is inside may run twice
+        return out
 
-    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        """The layer's output; with experts a tuple of it and of the tokens that chose each expert."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))
+        out = self.ffn(self.ffn_norm(x))
+        return (x + out[0], out[1]) if isinstance(self.ffn, MoE) else x + out
 
 
 class Transformer(nn.Module):
@@ -102,7 +107,8 @@ class Transformer(nn.Module):
     def compile_layers(self) -> None:
         """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss."""
         for block in self.layers:
-            block.compile(fullgraph=True)
+            # split sizes of an exchange with other ranks are read on the host: it stays out of the graph
+            block.compile(fullgraph=getattr(block.ffn, "exchange", None) is None)
         self.loss = compiled(self.loss)
 
     @torch.no_grad()
@@ -112,6 +118,8 @@ class Transformer(nn.Module):
             shape = parameter.shape if self.cut is None else self.cut.whole_shape(name, parameter.shape)
             value = initial_value(self.cfg, name, shape, seed, parameter.device)
             parameter.copy_(value if self.cut is None else self.cut.part(name, value))
+        for buffer in self.buffers():
+            buffer.zero_()
 
 
 class Cut(Protocol):
@@ -132,6 +140,6 @@ def initial_value(cfg: config.Model, name: str, shape: torch.Size, seed: int, de
     """
     if len(shape) == 1:
         return torch.ones(shape, device=device)
-    std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
+    std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith(("wo.weight", "w_down.weight", "experts.w_down")) else 0.02
     generator = torch.Generator(device).manual_seed(seeds.derive(seed, name))
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

@@ -3,6 +3,7 @@
 Parameters are the fp32 masters; with a lower compute dtype they are gathered in it and gradients are reduced in fp32.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.parallel import expert
 from train.parallel.adamw import AdamW, Piece, clip_scale
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import Dims
@@ -39,6 +41,7 @@ class Fsdp(DataParallel):
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
+        self._expert_shards = dims.size("expert_shard")
         devices = dims.shard_mesh()
         # gathered weights then live until the step's last backward
         self._keep = cfg.reduction.reshard_after_forward is False
@@ -47,6 +50,7 @@ class Fsdp(DataParallel):
         self.meter = Meter(device)
         self.module: Any = self._wrap(model, devices)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
+        self._apart = [expert.apart(n, dims) for n, _ in self._named]
         self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = Optimizers(cfg, device).make(self._pieces)
@@ -62,13 +66,19 @@ class Fsdp(DataParallel):
         # masters, and gradients as they are reduced, in host memory; on a CPU that is where they are
         offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
-        for block in self._blocks:
-            fully_shard(
-                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
-            )
-        return fully_shard(
-            model, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+        shard = functools.partial(
+            fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
         )
+        for block in self._blocks:
+            experts = getattr(getattr(block, "ffn", None), "experts", None)
+            place = functools.partial(_placement, shards=devices.size(-1))
+            if experts is not None and self._dims.size("ep") * self._dims.size("tp") > 1:
+                mesh = self._dims.expert_shard_mesh()
+                shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
+            shard(block, mesh=devices, shard_placement_fn=place)
+            if isinstance(experts, FSDPModule):  # their dispatch waits for counts: by then the weights are on their way
+                cast(FSDPModule, block).set_modules_to_forward_prefetch([experts])
+        return shard(model, mesh=devices)
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
@@ -88,6 +98,10 @@ class Fsdp(DataParallel):
             grad = p.grad
             grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
             p.grad = None
+        # fully_shard has averaged over the ranks with the same experts; the mean is over those with other rows or positions
+        share = self._dims.size("tp") / self._dims.size("ep")
+        if any(self._apart) and share != 1:
+            torch._foreach_mul_([g for g, apart in zip(grads, self._apart, strict=True) if apart], share)
         norm = self._norm(grads)
         grads = [grad for grad in grads if grad.numel()]  # a rank may own nothing of a small parameter
         dtype = self._pieces[0].tensor.dtype
@@ -118,11 +132,13 @@ class Fsdp(DataParallel):
         in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
         reductions = 1 if self._once else self._micro_batches
         sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        for _, p in self._named:
-            shard = -(-p.shape[0] // self._shards) * (p.numel() // p.shape[0])  # rows are padded to the shards
+        for (_, p), apart in zip(self._named, self._apart, strict=True):
+            shards = self._expert_shards if apart else self._shards
+            at = cast(Shard, p.placements[-1]).dim
+            shard = -(-p.shape[at] // shards) * (p.numel() // p.shape[at])  # rows are padded to the shards
             times = gathers if id(p) in in_blocks else root_gathers
-            sent["all_gather"] += times * shard * self._compute.itemsize * (self._shards - 1)
-            sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (self._shards - 1)
+            sent["all_gather"] += times * shard * self._compute.itemsize * (shards - 1)
+            sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (shards - 1)
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
@@ -135,3 +151,9 @@ class Fsdp(DataParallel):
     def close(self) -> None:
         if self._own_group:
             dist.destroy_process_group()
+
+
+def _placement(p: nn.Parameter, shards: int) -> Shard:
+    """Experts by number; where there are fewer than shards, or not as many for each, by their first width if that divides."""
+    by_width = p.ndim == 3 and p.shape[0] % shards and p.shape[1] % shards == 0
+    return Shard(1 if by_width else 0)

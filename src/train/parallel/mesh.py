@@ -95,10 +95,14 @@ def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
 def _experts(cfg: Train, got: dict[str, int]) -> int:
     """ep: given, or the largest degree up to MAX_AUTO_EP that divides the island and the experts and is a multiple of cp."""
     want, island = _degree(cfg, "ep"), got["dp_shard"] * got["cp"] * got["tp"]
-    experts = getattr(cfg.model, "experts", 0)
+    experts = cfg.model.experts
     if not experts:
         if want > 1:
             raise ConfigError("parallelism.ep", want, f"model={cfg.model.name} has no experts; it must be 1 or auto")
+        return 1
+    if cfg.round.name != "none":
+        if want > 1:
+            raise ConfigError("parallelism.ep", want, f"round={cfg.round.name} goes with data parallel only; it must be 1")
         return 1
     fits = [d for d in range(1, island + 1) if island % d == 0 and experts % d == 0]
     if want == OPEN:

@@ -13,8 +13,9 @@ from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
 from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
+from train.parallel import expert
 from train.parallel.base import DataParallel, GradNorm, trainable
-from train.parallel.dims import REDUCE, Dims
+from train.parallel.dims import EXPERT_REDUCE, REDUCE, Dims
 from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
@@ -29,6 +30,8 @@ class Replicated(DataParallel):
         self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
         self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
+        apart = [(name, p) for name, p in self._named if expert.apart(name, dims)]  # reduced over other ranks than the rest
+        self._experts = [p for _, p in apart] if dims.size(*EXPERT_REDUCE) > 1 else []
         self.meter = Meter(device)
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
@@ -43,12 +46,15 @@ class Replicated(DataParallel):
         if world_size > 1:
             # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
             torch._dynamo.config.optimize_ddp = False
+            ignored = [name for name, _ in apart]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
             self.module = DistributedDataParallel(
                 model,
                 process_group=group,
                 device_ids=[device] if device.type == "cuda" else None,
                 bucket_cap_mb=cfg.reduction.bucket_mib or 25,
                 gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # counts of a rank's own tokens, and what all ranks compute alike
             )
             self.module.register_comm_hook(None, self._all_reduce)
 
@@ -78,12 +84,21 @@ class Replicated(DataParallel):
         for _, p in self._named:
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
+        self._reduce_experts()
         norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)
         self.meter.end_step()
         return norm.to(self._updates[0].dtype)
+
+    def _reduce_experts(self) -> None:
+        """Sums over the ranks with the same experts; `step` divides all gradients by the ranks with other rows or positions."""
+        group, size = self._dims.group(*EXPERT_REDUCE) if self._experts else None, self._dims.size(*EXPERT_REDUCE)
+        for p in self._experts:
+            assert p.grad is not None
+            self.meter.sent("all_reduce", 2 * p.grad.nbytes * (size - 1) // size)
+            dist.all_reduce(p.grad, group=group)
 
     def _offloaded_step(self, lr: float) -> Tensor:
         """The host's optimizers, most of which may have begun in backward."""
