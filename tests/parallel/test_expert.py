@@ -1,0 +1,120 @@
+"""Mixtures of experts on real ranks against one process: losses, every gradient, the clipped norm, weights, biases.
+
+Routing is discontinuous: a case in which two experts' scores nearly tie is a bad test, and fails as one.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel import cases
+from tests.parallel.cases import Case, Outcome
+from tests.parallel.ranks import Ranks
+from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+
+MARGIN = 1e-7  # of scores between 0 and 1, in fp64: far above rounding, and met by thousands of tokens
+
+
+def moe(reduction: str, **changes: object) -> Case:
+    return Case(reduction, model="even_moe", **changes)  # type: ignore[arg-type]
+
+
+def alone(case: Case) -> Outcome:
+    """The same in one process, eager, nothing recomputed."""
+    return reference(replace(case, tp=1, cp=1, ep=1, recompute="none"))
+
+
+def check(ranks: Ranks, case: Case) -> None:
+    expected = alone(case)
+    assert MARGIN < expected.margin < 0.1, f"a bad test: two experts' scores are {expected.margin:.1e} apart"
+    outcomes = ranks.run(cases.train, case)
+    assert_equal_runs(outcomes, expected, [FP64] * case.steps)
+    for out in outcomes:
+        assert out.imbalance == expected.imbalance
+        assert out.routing.keys() == expected.routing.keys()
+        for name, tensor in expected.routing.items():
+            assert torch.equal(out.routing[name], tensor), name
+
+
+def test_ep_alone(two: Ranks) -> None:
+    check(two, moe("fsdp", ep=2, balance="aux_loss_free"))
+
+
+@pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
+def test_over_tp(two: Ranks, reduction: str) -> None:
+    check(two, moe(reduction, tp=2, ep=2, balance="aux_loss"))
+
+
+def test_with_fsdp(four: Ranks) -> None:
+    check(four, moe("fsdp", ep=2, grad_accum=2, balance="aux_loss_free"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"))
+@pytest.mark.parametrize("balance", ("aux_loss", "aux_loss_free"))
+def test_every_reduction_without_ep(four: Ranks, reduction: str, balance: str) -> None:
+    check(four, moe(reduction, balance=balance))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ("aux_loss", "aux_loss_free"))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"ep": 4},
+        {"ep": 2, "dp_replicate": 2},  # hsdp
+        {"ep": 2, "dp_replicate": 2, "reshard": False},
+        {"ep": 1, "tp": 2},
+        {"ep": 2, "tp": 2},
+        {"ep": 4, "tp": 2},
+        {"ep": 2, "tp": 2, "dp_replicate": 2},
+        {"ep": 4, "tp": 4},
+    ],
+    ids=str,
+)
+def test_layouts_of_fsdp(four: Ranks, layout: dict[str, int], balance: str) -> None:
+    check(four, moe("fsdp", balance=balance, **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ("aux_loss", "aux_loss_free"))
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4}], ids=str)
+def test_layouts_of_ddp(four: Ranks, layout: dict[str, int], balance: str) -> None:
+    check(four, moe("ddp", balance=balance, **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
+def test_accumulation(four: Ranks, reduction: str) -> None:
+    check(four, moe(reduction, tp=2, ep=2, grad_accum=2, balance="aux_loss_free"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ("full", "selective"))
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 2, "tp": 2}], ids=str)
+def test_recompute(four: Ranks, recompute: str, layout: dict[str, int]) -> None:
+    """The same routing and the same gradients; and tokens are counted once."""
+    check(four, moe("fsdp", recompute=recompute, balance="aux_loss_free", **layout))
+
+
+@pytest.mark.slow
+def test_ranks_without_tokens(four: Ranks) -> None:
+    """Two choices of 8 experts by bias alone: six experts, and so at least two ranks, have nothing to do."""
+    check(four, moe("fsdp", ep=4, balance="aux_loss_free", balance_coef=50.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", (False, True))
+def test_fp32(two: Ranks, compiled: bool) -> None:
+    case = moe("fsdp", ep=2, dtype="fp32", compiled=compiled)
+    expected = alone(case)
+    assert expected.margin > 1e-6
+    assert_equal_runs(two.run(cases.train, case), expected, [1e-5, 1e-4, 1e-4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ("none", "full", "selective"))
+@pytest.mark.parametrize("ep", (1, 2))
+def test_compiled(two: Ranks, ep: int, recompute: str) -> None:
+    check(two, moe("fsdp", ep=ep, compiled=True, recompute=recompute, balance="aux_loss_free"))
