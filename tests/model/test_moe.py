@@ -177,8 +177,7 @@ def test_routing_is_kept_under_recompute(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ("none", "full", "selective"))
-@pytest.mark.parametrize("balance", ("aux_loss", "aux_loss_free"))
+@pytest.mark.parametrize(("mode", "balance"), [("none", "aux_loss"), ("full", "aux_loss_free")])
 def test_compiled_layers(mode: str, balance: str) -> None:
     results = []
     for compiled in (False, True):

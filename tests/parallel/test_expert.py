@@ -105,16 +105,15 @@ def test_ranks_without_tokens(four: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", (False, True))
-def test_fp32(two: Ranks, compiled: bool) -> None:
-    case = moe("fsdp", ep=2, dtype="fp32", compiled=compiled)
+def test_fp32(two: Ranks) -> None:
+    case = moe("fsdp", ep=2, dtype="fp32")
     expected = alone(case)
     assert expected.margin > 1e-6
     assert_equal_runs(two.run(cases.train, case), expected, [1e-5, 1e-4, 1e-4])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ("none", "full", "selective"))
-@pytest.mark.parametrize("ep", (1, 2))
-def test_compiled(two: Ranks, ep: int, recompute: str) -> None:
-    check(two, moe("fsdp", ep=ep, compiled=True, recompute=recompute, balance="aux_loss_free"))
+@pytest.mark.parametrize("recompute", ("none", "full"))
+def test_compiled(two: Ranks, recompute: str) -> None:
+    """The exchange stays out of the graph, which breaks there."""
+    check(two, moe("fsdp", ep=2, compiled=True, recompute=recompute, balance="aux_loss_free"))

@@ -161,14 +161,13 @@ class _Spread(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        ctx.k = k
+        # not by save_for_backward: recompute would then run w_down again, to come to the point where this is saved
+        ctx.order, ctx.k = order, k
         return _collect(rows, inverse, k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        order, _ = ctx.saved_tensors
-        return _spread(grads[0], order, ctx.k), None, None, None
+        return _spread(grads[0], ctx.order, ctx.k), None, None, None
 
 
 def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
