@@ -129,6 +129,11 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    if cfg.memory.optimizer_offload == "full":
+        for name in ("tp", "ep") if cfg.reduction.name == "ddp" else ("tp",):
+            if degrees[name] > 1:
+                why = "hands gradients to the host as backward makes them, before other ranks' parts are added up; must be 1"
+                raise ConfigError(f"parallelism.{name}", degrees[name], f"memory.optimizer_offload=full {why}")
     if cfg.seq_len % (cp * tp):
         low = cfg.seq_len // (cp * tp) * cp * tp
         near = f"{low}, {low + cp * tp}" if low else f"{cp * tp}"
