@@ -1,4 +1,4 @@
-# make sweep | test | test-all | check | bench | proof: each sets up .venv first. With PYTHON=… that interpreter is used as it is.
+# make sweep | test | test-all | check | bench | bench-gpu | proof: each sets up .venv first. With PYTHON=… that interpreter is used as it is.
 PIP_ARGS ?=
 ifdef PYTHON
 VENV_READY :=
@@ -9,7 +9,7 @@ endif
 export PYTHONPATH := src:.:$(PYTHONPATH)
 export PYTHONSAFEPATH := 1
 
-.PHONY: install sweep test test-all check bench proof clean
+.PHONY: install sweep test test-all check bench bench-gpu proof clean
 install: $(VENV_READY)
 
 # torch comes first and alone: asked for together with the rest, pip may pick the CUDA build of several gigabytes
@@ -36,6 +36,9 @@ check: $(VENV_READY)
 bench: $(VENV_READY)
 	$(PYTHON) benchmarks/analysis_load.py
 	$(PYTHON) benchmarks/overlap.py
+
+bench-gpu: $(VENV_READY)
+	$(PYTHON) -m benchmarks.gpu_step
 
 proof: $(VENV_READY)
 	$(PYTHON) benchmarks/proof.py

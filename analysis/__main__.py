@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, required=True, help="file ending in .svg or .png")
     plot.set_defaults(run=_plot)
 
+    kernels = commands.add_parser("kernels", help="a profiled step's time by kernel family (profile=true)")
+    kernels.add_argument("dir", nargs="+", type=Path)
+    kernels.add_argument("--rank", type=int, default=0, help="whose trace (default: %(default)s)")
+    kernels.add_argument("--format", choices=FORMATS, default="text")
+    kernels.set_defaults(run=_kernels)
+
     compare = commands.add_parser("compare", help="two sweeps or baselines; exit code 1 on a regression")
     compare.add_argument("a", type=Path, help="what was: a sweep or a baseline file")
     compare.add_argument("b", type=Path, help="what is now")
@@ -146,6 +152,13 @@ def _plot(args: argparse.Namespace) -> int:
     from analysis.report import write_plot
 
     print(write_plot(args.dir, args.x, args.y, args.where, args.out))
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from analysis.kernels import render
+
+    print(render(args.dir, args.rank, args.format), end="")
     return 0
 
 

@@ -60,6 +60,8 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "digest": _digest(pace),
         **_device(medians),
         **_seconds(summary),
+        "bubble": number(dig(summary, "pipeline", "idle")),
+        "bubble_theory": number(dig(summary, "pipeline", "idle_theory")),
         "params": number(summary.get("params")),
         "imbalance": medians.get("moe/imbalance", NAN),
         "expert_load": _load(summary),

@@ -8,6 +8,7 @@ from analysis.plots.heat import heatmap
 from analysis.plots.knob import against, memory
 from analysis.plots.pareto import pareto
 from analysis.plots.scaling import scaling
+from analysis.plots.schedule import schedule
 from analysis.plots.steps import trace
 from analysis.plots.style import Plot
 from analysis.rank import Ranked
@@ -32,6 +33,7 @@ def draw(ranked: Ranked, points: pd.DataFrame) -> list[Plot]:
         pareto(ranked),
         scaling(ranked),
         step_parts(ranked),
+        schedule(ranked),
         trace(ranked),
         imbalance(ranked),
         time_spent(points),

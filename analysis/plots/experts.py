@@ -15,7 +15,7 @@ SHOWN = 4
 
 
 def imbalance(ranked: Ranked) -> Plot | None:
-    """Largest over mean load of the best `SHOWN` points' experts by step, and the loads of the best one; None without experts."""
+    """Largest over mean load of the best points' experts by step, and all loads of the best one; None without experts."""
     rows = ranked.rows[ranked.rows["rank"].notna() & ranked.rows["imbalance"].notna()].head(SHOWN)
     if rows.empty:
         return None

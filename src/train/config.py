@@ -80,9 +80,16 @@ class Parallelism:
     dp_replicate: Degree = -1  # copies of the state; -1: what is left of nproc (ddp; fsdp with dp_shard given), else 1
     dp_shard: Degree = -1  # ranks that share one copy of the state; -1: what is left of nproc (zero2*, fsdp), else 1
     cp: Degree = 1  # ranks that share one sequence
+    cp_method: str = "ulysses"  # ulysses: ranks exchange heads for positions | ring: keys and values go round the ranks
     tp: Degree = 1  # ranks that share every layer's matrices
+    async_tp: bool = False  # compiled layers overlap tp's gathers and scatters with their matmuls (GPUs)
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
     dispatch: str = "torch"  # how tokens travel to their experts: torch | deepep
+    # gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev; null: 1f1b, with pp_virtual
+    # above 1 interleaved_1f1b
+    pp_schedule: Optional[str] = None
+    pp_virtual: Optional[int] = None  # pipeline stages a rank; null: what the schedule usually has
+    pp_split: Optional[list[int]] = None  # layers of each stage; null: balanced, embedding and head weighed
 
 
 @dataclass
@@ -92,7 +99,9 @@ class Reduction:
     name: str = "???"  # ddp | zero2 | zero2o | zero2rs | fsdp
     bucket_mib: Optional[float] = None  # size of a gradient bucket (ddp, zero2*)
     accumulate: Optional[str] = None  # zero2*, fsdp: reduce `once` a step, or after `every` micro-batch
-    reshard_after_forward: Optional[bool] = None  # fsdp: free gathered weights after forward
+    # fsdp: free gathered weights after forward; a number: keep them over so many neighbouring ranks
+    reshard_after_forward: Optional[Union[bool, int]] = None
+    prefetch: Optional[int] = None  # fsdp: layers whose weights are gathered ahead; null: torch's own choice, one
 
 
 @dataclass

@@ -44,8 +44,8 @@ def optional(hint: Any) -> bool:
 
 def plain(hint: Any) -> Any:
     """int of Optional[int]; other types as they are."""
-    rest = [a for a in get_args(hint) if a is not type(None)]
-    return rest[0] if optional(hint) else hint
+    rest = tuple(a for a in get_args(hint) if a is not type(None))
+    return Union[rest] if optional(hint) else hint
 
 
 def words(hint: Any) -> str:
@@ -55,4 +55,6 @@ def words(hint: Any) -> str:
         return "the name of an option"
     if inner == Degree:
         return "an integer or auto"
+    if get_origin(inner) is Union:
+        return ", ".join(words(each) for each in get_args(inner))
     return WORDS.get(inner) or "a mapping {NAME: value, …}"

@@ -21,14 +21,14 @@ from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks, telemetry
+from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
 from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import balance, expert, tensor
+from train.parallel import async_tp, balance, context, expert, pipeline, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -51,6 +51,8 @@ class Rank:
         self.seconds: dict[str, float] = {}
         self.replay: passes.Replay | None = None
         self.rounds: Round | None = None
+        self.pipeline: pipeline.Pipeline | None = None
+        self.pipelined: dict[str, Any] | None = None  # what came of it
         self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
 
@@ -77,14 +79,17 @@ class Rank:
         """Model, reduction, data: in that order, each from the frozen configuration."""
         cfg, m = self.cfg, self.cfg.model
         self.dtype = DTYPES[cfg.precision.name]
-        found = attention.probe(self.device, self.dtype, m.heads, m.kv_heads, m.head_dim)
-        self._select_attention(found)
-        self.heart.beat("build")
         self.dims = Dims.of(cfg, self.world, self.rank, self.device)
+        self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
+        self.heart.beat("build")
+        if cfg.parallelism.async_tp:
+            async_tp.enable(self.dims)
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
             expert.apply(model, cfg, self.dims)
+            pipeline.prune(model, cfg, self.dims)
+        context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
@@ -111,8 +116,9 @@ class Rank:
             self.attention = attention.select(cfg.attention.name, probed, order)
         else:
             files = qualified.load(qualified.shipped(), qualified.cache())
+            heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
             known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, m.heads // m.kv_heads, m.head_dim,
+                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),
             )  # fmt: skip
             self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
@@ -131,6 +137,8 @@ class Rank:
             place = Dims.of(inner, islands.size, self.rank % islands.size, self.device, islands.inner)
             self.dp = build(model, inner, place)
             self.rounds = Round(cfg.round, self.dp, islands, self.device)
+        if self.dims.size("pp") > 1:
+            self.pipeline = pipeline.Pipeline(model, cfg, self.dims, self.dtype)
         if self.replay is not None:
             self.replay.attach(self.dp)
 
@@ -138,7 +146,10 @@ class Rank:
         """FLOPs, peak and the host-side group that step times travel over."""
         cfg = self.cfg
         assert cfg.global_batch is not None
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, self.attention)
+        over_ranks = self.dims.size("cp") > 1
+        kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
+        in_pieces = (over_ranks or self.dims.size("ep") > 1) and cfg.compile.name != "none"
+        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
@@ -209,6 +220,12 @@ class Rank:
         total: torch.Tensor | None = None
         data_s = 0.0
         self.dp.announce(self.lr(step))
+        if self.pipeline is not None:
+            t = time.perf_counter()
+            rows = torch.cat([self.rows(step, index) for index in range(accum)])
+            data_s = time.perf_counter() - t
+            loss = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
+            return loss, self.update(step), data_s
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)
@@ -220,10 +237,18 @@ class Rank:
             part = loss.detach() / accum
             total = part if total is None else total + part
         assert total is not None
+        return total, self.update(step), data_s
+
+    def update(self, step: int) -> torch.Tensor:
+        """What follows the last backward of a step; the gradient norm."""
         self.breakdown.backward_done()
         norm = self.dp.step(self.lr(step))
         self.load = self.balance.step() if self.balance is not None else None
-        return total, norm, data_s
+        return norm
+
+    def broken(self) -> Any:
+        """The module that a fault breaks."""
+        return self.dp.module if self.pipeline is None else self.pipeline.chunks[-1]
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
@@ -251,7 +276,9 @@ class Rank:
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
-            with self.faults.at(step, self.dp.module), self.breakdown.at(step):
+            if self.pipeline is not None and step in self.trace.steps:
+                self.pipeline.timeline.align = self.dims.group("pp")
+            with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s, self.load)
             self.after_step(step, meter)
@@ -274,7 +301,7 @@ class Rank:
         self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
-            with self.faults.at(step, self.dp.module):
+            with self.faults.at(step, self.broken()):
                 self.train_step(step)
             self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
@@ -308,6 +335,11 @@ class Rank:
             },
         }
 
+    def traffic(self) -> dict[str, Any]:
+        """What the reduction and the layers' own collectives sent."""
+        found = self.dp.traffic()
+        return found | {"bytes": found["bytes"] | tensor.traffic(self.cfg, self.dims, self.dtype.itemsize)}
+
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""
         cfg = self.cfg
@@ -326,17 +358,31 @@ class Rank:
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
-            "traffic": self.dp.traffic(),
+            "traffic": self.traffic(),
             "engine": self.engine(),
             "fabric": self.fabric,
             "round": self.rounds.report() if self.rounds else None,
             "checkpoint": self.checkpoints.report() if self.checkpoints else None,
+            "pipeline": self.pipelined,
         }
+
+    def report_pipeline(self, line: pipeline.Pipeline) -> dict[str, Any]:
+        """Its measured and theoretical bubble; with profile=true the schedule as executed stays in the folder. Collective."""
+        found = timeline.report(line.timeline, line.plan, self.dims, self.host_group)
+        executed = found.pop("executed")
+        if self.cfg.profile and self.rank == 0:
+            write(self.folder / "schedule.json", {"schema": 1} | found | executed)
+        return found
 
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
         result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
+        if self.pipeline is not None:
+            self.pipelined = self.report_pipeline(self.pipeline)
+            result["rank_stages"], result["rank_idle"] = (
+                self.pipelined.pop(key)[self.rank] for key in ("rank_stages", "rank_idle")
+            )
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

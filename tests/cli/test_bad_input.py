@@ -55,7 +55,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "model.tied=maybe": ("model.tied=maybe", "true or false"),
     "timeout=0": ("timeout=0", "between 0.1 and", "or null"),
     "nproc=0": ("nproc=0", "an integer between 1 and"),
-    "parallelism.dp_shard=0": ("parallelism.dp_shard=0", "at least 1, or -1"),
+    "parallelism.dp_shard=0": ("parallelism.dp_shard=0", "a degree between 1 and", "or auto (-1)"),
+    "parallelism.tp=2.5": ("parallelism.tp=2.5", "an integer or auto"),
+    "parallelism.tp=some": ("parallelism.tp=some", "a degree between 1 and", "or auto (-1)"),
+    "parallelism.tp=3 nproc=3 reduction=fsdp": ("parallelism.tp=3", "must divide model.heads=4 (valid: 1, 2)"),
+    "parallelism.tp=2 reduction=zero2": ("parallelism.tp=2", "zero2 goes with cp only"),
+    "parallelism.tp=2 reduction=fsdp seq_len=33": ("seq_len=33", "a multiple of cp x tp = 2 (nearest: 32, 34)"),
+    "parallelism.tp=auto parallelism.cp=auto": ("parallelism.tp=-1", "give all but one of pp, cp and tp"),
+    "parallelism.ep=2": ("parallelism.ep=2", "model=debug has no experts"),
+    "reduction=fsdp reduction.reshard_after_forward=3 nproc=4": ("reshard_after_forward=3", "(valid: 2)"),
+    "reduction=fsdp reduction.reshard_after_forward=some": ("reshard_after_forward=some", "true or false, an integer"),
     "micro_batch=4,8,0 reduction=zero2,ddp": ("micro_batch=0", "an integer between 1 and"),
     "micro_batch=range(1,9,0)": ("micro_batch=range(1,9,0)", "must not be zero"),
     "micro_batch=range(4,2)": ("micro_batch=range(4,2)", "has no values"),
@@ -118,6 +127,7 @@ def test_there_are_enough_kinds() -> None:
 LATE: dict[str, tuple[str, ...]] = {
     "nproc=1000": ("nproc=1000", "at most"),
     "model.heads=3": ("model.kv_heads=2", "must divide model.heads=3"),
+    "reduction=fsdp parallelism.cp=2 model.heads=5 model.kv_heads=5": ("parallelism.cp=2", "valid: 1, 5", "ring"),
     "global_batch=7,9,11": ("global_batch=7", "multiple of micro_batch", "8"),
 }
 

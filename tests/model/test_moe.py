@@ -136,7 +136,7 @@ def test_the_bias_moves_one_unit_against_the_load() -> None:
     counts = [block.ffn.tokens.clone() for block in model.layers]
     mean, worst = balance.step().tolist()
     for block, each in zip(model.layers, counts, strict=True):
-        assert block.ffn.raises.tolist() == [(44 > 6 * c) - (44 < 6 * c) for c in each.tolist()]
+        assert block.ffn.raises.tolist() == [(6 * c < 44) - (6 * c > 44) for c in each.tolist()]
         assert not block.ffn.tokens.any()
     ratios = [float(each.max()) * 6 / 44 for each in counts]
     assert mean == pytest.approx(sum(ratios) / 2) and worst == pytest.approx(max(ratios))

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
-from train.memory import recompute
+from train.memory import levers
+from train.memory.offload import Offload
 from train.model.moe import MoE
 from train.model.transformer import Transformer
-from train.parallel import expert, tensor
+from train.parallel import context, expert, pipeline, tensor
 from train.parallel.balance import Balance
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
@@ -30,18 +31,25 @@ class Case:
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
-    reshard: bool | None = None
+    reshard: bool | int | None = None
+    prefetch: int | None = None
     dp_replicate: int = -1
     tp: int = 1
     cp: int = 1
+    cp_method: str = "ulysses"
     pp: int = 1
+    pp_schedule: str | None = None
+    pp_virtual: int | None = None
+    layers: int = 2
     ep: int = 1
     model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied | even_moe
     experts: int = 8  # even_moe
     balance: str = "none"  # even_moe
     balance_coef: float = 0.02
-    recompute: str = "none"
     qk_norm: bool = False
+    kv_heads: int | None = None  # others than the model has
+    memory: tuple[tuple[str, Any], ...] = ()  # keys of memory.*
+    attention: str = "math"
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
@@ -98,9 +106,9 @@ def configuration(case: Case) -> config.Train:
         model=config.Model(
             name="test",
             dim=24,
-            layers=2,
+            layers=case.layers,
             heads=heads,
-            kv_heads=kv_heads,
+            kv_heads=case.kv_heads or kv_heads,
             head_dim=8,
             ffn=0 if case.model == "even_moe" else 40,
             vocab=vocab,
@@ -110,8 +118,20 @@ def configuration(case: Case) -> config.Train:
         ),
         grad_accum=case.grad_accum,
         seq_len=SEQ[even],
-        parallelism=config.Parallelism("test", case.pp, case.dp_replicate, cp=case.cp, tp=case.tp, ep=case.ep),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard),
+        parallelism=config.Parallelism(
+            "test",
+            case.pp,
+            case.dp_replicate,
+            cp=case.cp,
+            cp_method=case.cp_method,
+            tp=case.tp,
+            ep=case.ep,
+            pp_schedule=case.pp_schedule,
+            pp_virtual=case.pp_virtual,
+        ),
+        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
+        memory=config.Memory("test", **dict(case.memory)),
+        compile=config.Compile("layer" if case.compiled else "none"),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
@@ -132,16 +152,25 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if case.model == "odd":
         model = Odd(case.widths, case.unused)
     else:
-        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), "math")
+        model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
             tensor.apply(model, dims)
             expert.apply(model, cfg, dims)
+            pipeline.prune(model, cfg, dims)
+            context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
         model.init_weights(0)
-        recompute.apply(model, config.Memory("test", case.recompute))
+        _levers(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))
+
+
+def _levers(model: Transformer, cfg: config.Train) -> None:
+    levers.apply(model, cfg.memory, CPU)
+    offload = getattr(model.saving, "__self__", None)
+    if isinstance(offload, Offload):
+        offload._min_bytes = 64  # a test's activations are small
 
 
 def rows(step: int, seq_len: int = SEQ[False]) -> tuple[Tensor, Tensor]:
@@ -158,10 +187,12 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     model = make_model(case, cfg, dims).to(device)
     balance = Balance(model, cfg.model, dims) if case.model == "even_moe" else None
     dp = build(model, cfg, dims)
+    cfg.micro_batch = ROWS // dims.size(*DATA) // case.grad_accum
+    line = pipeline.Pipeline(model, cfg, dims, DTYPES[case.dtype]) if case.pp > 1 else None
     out = Outcome()
     watch_margins(model, out)
     for step in range(case.steps):
-        out.losses.append(one_step(dp, dims, case, step, device))
+        out.losses.append(one_step(dp, dims, case, step, device, line))
         with no_host_synchronisation(device):
             norm = dp.step(case.lr)
             load = None if balance is None else balance.step()
@@ -174,7 +205,7 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     if balance is not None:
         out.routing = {name: t.clone() for name, t in balance.state_dict().items()}
     dp.close()  # waits for the weights that are still under way
-    if case.reduction != "fsdp" and case.tp == 1:
+    if case.reduction != "fsdp" and case.tp == case.pp == 1:
         out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
 
@@ -200,12 +231,16 @@ def all_data(rank: int, world: int) -> Dims:
     return Dims({"pp": 1, "dp_replicate": world, "dp_shard": 1, "cp": 1, "tp": 1}, rank, CPU)
 
 
-def one_step(dp: Any, dims: Dims, case: Case, step: int, device: torch.device = CPU) -> float:
-    """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows."""
-    tokens, targets = (
-        dims.rows_of_sequence(t.chunk(dims.size(*DATA))[dims.index(*DATA)]).to(device).chunk(case.grad_accum)
+def one_step(dp: Any, dims: Dims, case: Case, step: int, device: torch.device = CPU, line: Any = None) -> float:
+    """Forward and backward of all micro-batches of a step; the mean loss over this rank's rows, NaN where it isn't known."""
+    mine = [
+        dims.rows_of_sequence(t.chunk(dims.size(*DATA))[dims.index(*DATA)]).to(device)
         for t in rows(step, SEQ[case.model.startswith("even")])
-    )
+    ]
+    if line is not None:
+        loss = float(line.step(*mine))
+        return loss if line.last else float("nan")
+    tokens, targets = (t.chunk(case.grad_accum) for t in mine)
     losses = []
     for i in range(case.grad_accum):
         with no_host_synchronisation(device), dp.micro_step(i, case.grad_accum):

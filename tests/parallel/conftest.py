@@ -17,3 +17,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Four gloo ranks, started once."""
     with Ranks(4, tmp_path_factory.mktemp("four")) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Eight gloo ranks, started once."""
+    with Ranks(8, tmp_path_factory.mktemp("eight")) as ranks:
+        yield ranks

@@ -22,7 +22,7 @@ def moe(reduction: str, **changes: object) -> Case:
 
 def alone(case: Case) -> Outcome:
     """The same in one process, eager, nothing recomputed."""
-    return reference(replace(case, tp=1, cp=1, ep=1, recompute="none"))
+    return reference(replace(case, tp=1, cp=1, pp=1, ep=1, memory=()))
 
 
 def check(ranks: Ranks, case: Case) -> None:
@@ -95,7 +95,28 @@ def test_accumulation(four: Ranks, reduction: str) -> None:
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 2, "tp": 2}], ids=str)
 def test_recompute(four: Ranks, recompute: str, layout: dict[str, int]) -> None:
     """The same routing and the same gradients; and tokens are counted once."""
-    check(four, moe("fsdp", recompute=recompute, balance="aux_loss_free", **layout))
+    check(four, moe("fsdp", memory=(("recompute", recompute),), balance="aux_loss_free", **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
+@pytest.mark.parametrize("layout", [{"cp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4}, {"cp": 4, "ep": 4}], ids=str)
+def test_with_cp(four: Ranks, reduction: str, layout: dict[str, int]) -> None:
+    check(four, moe(reduction, balance="aux_loss", **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_with_pp(four: Ranks, layout: dict[str, int]) -> None:
+    """A stage knows the load of its own layers."""
+    case = moe("fsdp" if layout == {"ep": 2} else "ddp", pp=2, grad_accum=2, balance="aux_loss_free", **layout)
+    expected = alone(case)
+    outcomes = four.run(cases.train, case)
+    assert_equal_runs(outcomes, expected, [FP64] * case.steps)
+    seen = [out.routing for out in outcomes]
+    assert {name for routing in seen for name in routing} == set(expected.routing)
+    for name, tensor in ((name, t) for routing in seen for name, t in routing.items()):
+        assert torch.equal(tensor, expected.routing[name]), name
 
 
 @pytest.mark.slow
@@ -116,4 +137,4 @@ def test_fp32(two: Ranks) -> None:
 @pytest.mark.parametrize("recompute", ("none", "full"))
 def test_compiled(two: Ranks, recompute: str) -> None:
     """The exchange stays out of the graph, which breaks there."""
-    check(two, moe("fsdp", ep=2, compiled=True, recompute=recompute, balance="aux_loss_free"))
+    check(two, moe("fsdp", ep=2, compiled=True, memory=(("recompute", recompute),), balance="aux_loss_free"))

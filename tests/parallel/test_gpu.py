@@ -10,7 +10,7 @@ from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_bitwise import assert_bitwise
-from tests.parallel.test_equality import FP64, REDUCTIONS, assert_equal_runs, reference
+from tests.parallel.test_equality import FP64, REDUCTIONS, assert_equal_runs, reference, relative
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +56,23 @@ def test_zero2o_equals_zero2_over_nccl(nccl: Ranks, dtype: str, accumulate: str,
         assert_bitwise(a, b)
         assert b.traffic["steps"] >= 1
         assert all(seconds >= 0 for seconds in b.traffic["exposed_s"].values())
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("method", ("ulysses", "ring"))
+@pytest.mark.parametrize("reduction", ("ddp", "zero2o", "fsdp"))
+def test_context_parallel_over_nccl(nccl: Ranks, reduction: str, method: str) -> None:
+    case = Case(reduction, model="even", cp=2, cp_method=method)
+    expected = reference(replace(case, cp=1, cp_method="ulysses"))
+    assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("method", ("ulysses", "ring"))
+def test_context_parallel_on_flash_in_bf16(nccl: Ranks, method: str) -> None:
+    """As in test_equality: within 2 % of fp32 by norm over all gradients of the first step."""
+    case = Case("fsdp", "bf16", model="even", cp=2, cp_method=method, steps=1, clip_norm=None, attention="flash")
+    out = nccl.run(cases.train, replace(case, device="cuda"))[0]
+    want = reference(replace(case, dtype="fp32", cp=1, cp_method="ulysses", attention="math")).gradients[0]
+    flat = [torch.cat([g[name].double().flatten() for name in want]) for g in (out.gradients[0], want)]
+    assert relative(*flat) < 0.02

@@ -1,7 +1,5 @@
 """Tensor parallel on real ranks against one process: losses, every gradient, the clipped norm, weights."""
 
-from dataclasses import replace
-
 import pytest
 
 from tests.parallel import cases
@@ -11,8 +9,7 @@ from tests.parallel.test_equality import FP64, assert_equal_runs, reference
 
 
 def check(ranks: Ranks, case: Case, bounds: list[float] | None = None) -> None:
-    expected = reference(replace(case, tp=1))
-    assert_equal_runs(ranks.run(cases.train, case), expected, bounds or [FP64] * case.steps)
+    assert_equal_runs(ranks.run(cases.train, case), reference(case), bounds or [FP64] * case.steps)
 
 
 @pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
@@ -34,3 +31,19 @@ def test_fp32(two: Ranks) -> None:
 @pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
 def test_compiled(four: Ranks, reduction: str) -> None:
     check(four, Case(reduction, model="even", tp=2, compiled=True))
+
+
+LEVERS = {
+    "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective", "every": 2},
+    "activation offload": {"activation_offload": True},
+    "optimizer offload": {"optimizer_offload": "optimizer"},
+    "chunked head": {"lm_head_chunk": 20},
+}
+
+
+@pytest.mark.parametrize(
+    "lever", [pytest.param(k, marks=pytest.mark.slow if k != "chunked head" else ()) for k in LEVERS]
+)
+def test_with_memory_levers(two: Ranks, lever: str) -> None:
+    check(two, Case("fsdp", model="even", tp=2, memory=tuple(LEVERS[lever].items())))

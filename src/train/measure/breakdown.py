@@ -33,7 +33,11 @@ CODE = (
     ("memory/streamed.py", "optimizer state"),
     ("optim/adamw.py", "optimizer state"),
 )
-FUNCTIONS = (("parallel/zero2.py", "_sum", "gradients"), ("parallel/replicated.py", "run", "optimizer state"))
+FUNCTIONS = (
+    ("parallel/zero2.py", "_sum", "gradients"),
+    ("parallel/replicated.py", "run", "optimizer state"),
+    ("parallel/ring.py", "__init__", "communication"),
+)
 
 
 @dataclass
@@ -53,9 +57,10 @@ class Breakdown:
         self._model, self._dp, self._device, self._keep = model, dp, device, keep if cfg.memory.snapshot else None
         self._step = min(STEP, cfg.steps - 1)
         self._recording = False
-        tokens = cfg.micro_batch * cfg.seq_len
+        degrees = cfg.parallelism  # resolved: numbers
+        tokens, vocab = cfg.micro_batch * cfg.seq_len // int(degrees.cp), cfg.model.vocab // int(degrees.tp)
         rows = {min(tokens, cfg.memory.lm_head_chunk or tokens), tokens % (cfg.memory.lm_head_chunk or tokens)} - {0}
-        self._known = Known(logits=frozenset(r * cfg.model.vocab * size for r in rows for size in (2, 4, 8)))
+        self._known = Known(logits=frozenset(r * vocab * size for r in rows for size in (2, 4, 8)))
         self.kinds: dict[str, float] = {}  # GiB
 
     @contextmanager

@@ -26,12 +26,18 @@ def param_count(model: Model, active: bool = False) -> int:
 
 
 def flops_per_token(
-    model: Model, seq_len: int, recompute: str = "none", memory: Memory | None = None, attention: str = "flash"
+    model: Model,
+    seq_len: int,
+    recompute: str = "none",
+    memory: Memory | None = None,
+    attention: str = "flash",
+    in_pieces: bool = False,
 ) -> dict[str, float]:
     """{mfu, mfu_causal, hfu}: FLOPs a token costs, forward and backward, under each convention above.
 
     `memory`: its every and targets count too; `attention`: the path that runs (selective recompute keeps the kernels'
-    results, not math's). Raises ConfigError for an unknown memory.recompute.
+    results, not math's), or ring; `in_pieces`: layers compiled around an exchange (cp), of which full recompute runs all.
+    Raises ConfigError for an unknown memory.recompute.
     """
     if recompute not in ("none", "full", "selective", "budget"):
         raise ConfigError("memory.recompute", recompute, "valid: none, full, selective, budget")
@@ -42,7 +48,8 @@ def flops_per_token(
     if recompute == "none":
         again = 0.0
     elif recompute == "full":
-        again = 2 * (_layer_matmul_params(model) - _down_params(model)) + attention_forward / model.layers
+        skipped = 0 if in_pieces else _down_params(model)
+        again = 2 * (_layer_matmul_params(model) - skipped) + attention_forward / model.layers
     elif recompute == "selective":
         again = _selective(model, targets) + (0 if _keeps(attention, targets) else attention_forward / model.layers)
     else:
@@ -62,7 +69,9 @@ def _selective(model: Model, targets: list[str] | None) -> float:
 
 
 def _keeps(attention: str, targets: list[str] | None) -> bool:
-    """Whether the results of an attention path are kept."""
+    """Whether the results of an attention path are kept; those of cp's ring, which passes keys on, always."""
+    if attention == "ring":
+        return True
     if attention == "math" or targets is None:
         return attention != "math"
     return any("attention" in t and (attention in t or t == "torch_attn") for t in targets)

@@ -46,6 +46,7 @@ class Meter:
     peak_flops: Optional[float]  # per device; None: no MFU rather than a wrong one
     path: Optional[Path]  # metrics.jsonl, on rank 0
     group: Any = None  # gloo group for host-side gathers
+    loss_weight: float = 1.0  # of this rank in the mean over ranks: 0 where the pipeline's last stage isn't
     more: tuple[str, ...] = ()  # names of what `results` gets besides; of a step the largest over ranks
     extra: Any = None  # callable(step) → more keys, on rank 0
     current: Optional[Pending] = None
@@ -121,6 +122,7 @@ class Meter:
                     "peak": before.peak,
                     "loss": loss,
                     "norm": norm,
+                    "weight": self.loss_weight,
                     **dict(zip(self.more, more, strict=True)),
                 }
             )
@@ -129,7 +131,7 @@ class Meter:
 
     def _flush(self) -> None:
         """One gather for all steps since the last one."""
-        keys = ("seconds", "data", "peak", "loss", "norm", *self.more)
+        keys = ("seconds", "data", "peak", "loss", "norm", "weight", *self.more)
         mine = torch.tensor([[w[k] for k in keys] for w in self.waiting], dtype=torch.float64)
         if self.world > 1:
             every = [torch.empty_like(mine) for _ in range(self.world)]
@@ -165,10 +167,10 @@ class Meter:
             "perf/throughput": rate,
             "perf/tokens_per_s_per_gpu": per_device,
             "perf/peak_memory": float(row[:, 2].max()),
-            "loss": float(row[:, 3].mean()),
+            "loss": float((row[:, 3] * row[:, 5]).sum() / row[:, 5].sum()),
             "grad_norm": float(row[:, 4].max()),
         }
-        line |= {name: float(row[:, 5 + i].max()) for i, name in enumerate(self.more)}
+        line |= {name: float(row[:, 6 + i].max()) for i, name in enumerate(self.more)}
         if self.peak_flops:
             for key, flops in self.flops_per_token.items():
                 line[f"perf/{key}"] = 100 * per_device * flops / self.peak_flops

@@ -34,7 +34,7 @@ KEPT = (
     "torch_attn",  # variable-length attention
 )
 #: Kept whatever memory.targets says: a collective that one rank runs again and another doesn't is a deadlock.
-ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "train_cp")
 #: Kept by full recompute too: of two experts whose scores are all but equal, a second run could choose the other one
 ROUTING = "aten::topk"
 
@@ -54,9 +54,9 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
         again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, Keep(cfg.targets))
     elif model.cfg.experts:
         again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_routing)
-    for index, block in enumerate(model.layers):
+    for index, block in model.layers.named_children():  # its index in the whole model, whatever a rank has of it
         assert isinstance(block, Block)
-        on = cfg.recompute in ("full", "selective") and index % cfg.every == 0
+        on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
         block.recompute = again if on else None
 
 

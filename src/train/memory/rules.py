@@ -67,3 +67,13 @@ def _grad_dtype(cfg: Train, nproc: int) -> None:
         raise ConfigError("optim.grad_dtype", wanted, f"precision={precision} has gradients of its own dtype")
     if cfg.reduction.name == "ddp" and nproc > 1:
         raise ConfigError("optim.grad_dtype", wanted, "reduction=ddp reduces in the weights' dtype, bf16")
+
+
+def layout(cfg: Train, degrees: dict[str, int]) -> None:
+    """Levers that a mesh of these degrees can't have. Raises ConfigError."""
+    m, tp = cfg.memory, degrees["tp"]
+    if tp > 1 and m.lm_head_kernel == "torch":
+        raise ConfigError("memory.lm_head_kernel", "torch", f"takes the whole vocabulary; with tp={tp} it must be own")
+    if tp > 1 and m.optimizer_offload == "full":
+        why = f"updates weights in backward, before the tp={tp} ranks' gradients are added up; needs tp=1"
+        raise ConfigError("memory.optimizer_offload", "full", why)

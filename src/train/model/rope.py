@@ -10,20 +10,25 @@ from torch import Tensor
 from train import config
 
 
-def tables(cfg: config.Model, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def tables(
+    cfg: config.Model, length: int, dtype: torch.dtype, device: torch.device, firsts: tuple[int, ...] = (0,)
+) -> tuple[Tensor, Tensor]:
     """cos and sin [length, head_dim/2] for positions 0..length-1, in fp32 (fp64 when `dtype` is fp64).
+
+    `firsts`: where the equal stretches that make up `length` begin, if not one at 0.
 
     cfg.rope_cache keeps them per process; without it they are computed anew by the same code, so the bits are equal.
     They are never rounded to bf16: its 8 bits can't tell neighbouring angles apart.
     """
     scaling = tuple(sorted(cfg.rope_scaling.items())) if cfg.rope_scaling else ()
     compute = _cached if cfg.rope_cache else _compute
-    return compute(cfg.rope_theta, scaling, length, cfg.head_dim, _wide(dtype), device)
+    return compute(cfg.rope_theta, scaling, firsts, length, cfg.head_dim, _wide(dtype), device)
 
 
 def _compute(
     theta: float,
     scaling: tuple[tuple[str, float], ...],
+    firsts: tuple[int, ...],
     length: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -34,7 +39,9 @@ def _compute(
         frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim)
         if scaling:
             frequency = _scale(frequency, **dict(scaling))
-        angle = torch.outer(torch.arange(length, dtype=dtype, device=device), frequency)
+        each = length // len(firsts)
+        at = torch.cat([torch.arange(first, first + each, dtype=dtype, device=device) for first in firsts])
+        angle = torch.outer(at, frequency)
         return angle.cos(), angle.sin()
 
 

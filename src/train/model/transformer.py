@@ -19,6 +19,8 @@ from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
 from train.model.moe import MoE
 
+Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
+
 
 class Attention(nn.Module):
     """Causal grouped-query attention: x [B, T, dim] → [B, T, dim]."""
@@ -26,6 +28,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
+        self.across: Across | None = None  # attention over ranks: see train.parallel.context
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -38,8 +41,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        if self.across is None:
+            out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path).transpose(1, 2)
+        else:
+            out = self.across(q, k, v, self.path)
+        return self.wo(out.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -61,13 +67,15 @@ class Block(nn.Module):
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
+        self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        out = self._layer(x, cos, sin) if self.recompute is None else self.recompute(self._layer, x, cos, sin)
+        layer = self._layer if self.in_pieces is None else self.in_pieces
+        out = layer(x, cos, sin) if self.recompute is None else self.recompute(layer, x, cos, sin)
         if isinstance(self.ffn, MoE):
             out, counts = out
             self.ffn.count(counts)  # here: what is inside may run twice
@@ -87,28 +95,44 @@ class Transformer(nn.Module):
         """`attention`: a path that `attention.select` returned, or "auto" to leave the kernel to torch."""
         super().__init__()
         self.cfg = cfg
-        self.embed = nn.Embedding(cfg.vocab, cfg.dim)
+        self.embed: nn.Embedding | None = nn.Embedding(cfg.vocab, cfg.dim)  # None, as norm: on another pipeline stage
         self.layers = nn.ModuleList(Block(cfg, attention) for _ in range(cfg.layers))
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lm_loss
+        self.mine: tuple[int, ...] = (0,)  # the equal pieces of a sequence that are here: see train.parallel.context
         self.cut: Cut | None = None  # where this is one rank's part of a model: see train.parallel.tensor
         self.shard: VocabShard | None = None  # of the head's vocabulary
+        self.chunks: tuple[nn.Module, ...] = ()  # its stages of a pipeline: see train.parallel.pipeline
         self.saving: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext  # see train.memory.offload
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.layers:
-            cos, sin = rope.tables(self.cfg, tokens.shape[1], x.dtype, x.device)
-            with self.saving(x):
-                x = block(x, cos, sin)
+        assert self.embed is not None and self.norm is not None  # else it runs by its chunks
+        x = self.run(self.layers, self.embed(tokens), tokens.shape[1])
         return self.loss(self.norm(x), self.embed.weight if self.head is None else self.head.weight, targets)
 
+    def run(self, layers: nn.ModuleList, x: Tensor, length: int) -> Tensor:
+        """x [B, T, dim] through some of the layers; `length`: positions of a row on this rank, T times the ranks that share
+        them between the matrices."""
+        firsts = tuple(i * length // len(self.mine) for i in self.mine)
+        for block in layers:
+            cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, firsts)
+            with self.saving(x):
+                x = block(x, cos, sin)
+        return x
+
     def compile_layers(self) -> None:
-        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss."""
+        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.
+
+        With cp or ep a graph for each piece of a layer between what its attention or its experts exchange with other ranks,
+        and recompute outside: torch traces a checkpoint as a whole or not at all.
+        """
         for block in self.layers:
-            # split sizes of an exchange with other ranks are read on the host: it stays out of the graph
-            block.compile(fullgraph=getattr(block.ffn, "exchange", None) is None)
+            assert isinstance(block, Block)
+            if block.attention.across is None and getattr(block.ffn, "exchange", None) is None:
+                block.compile(fullgraph=True)
+            else:
+                block.in_pieces = torch.compile(block._layer)
         self.loss = compiled(self.loss)
 
     @torch.no_grad()
@@ -124,6 +148,10 @@ class Transformer(nn.Module):
 
 class Cut(Protocol):
     """How a rank's part of a parameter follows from the whole."""
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share the positions of a row between the matrices."""
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Of the parameter of which this rank's part has `shape`."""

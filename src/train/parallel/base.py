@@ -50,7 +50,7 @@ class DataParallel(ABC):
         for name, part in self.unsharded(kind).items():
             of_experts = expert.is_expert(name)
             whole[name] = expert.assemble(part, self._dims) if of_experts else tensor.assemble(name, part, self._dims)
-        return whole
+        return self._dims.union_over_pp(whole)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Master weights by parameter name, gathered whole on every rank."""
@@ -118,7 +118,9 @@ class GradNorm:
         """`names`: of the parameters, in the order of the gradients; `sharded`: over dp_shard x cp, by the reduction."""
         self._dims = dims
         apart = [expert.apart(name, dims) for name in names]
-        cut = [each or dims.size("tp") == 1 or tensor.cut_dim(n) is not None for n, each in zip(names, apart, strict=True)]
+        cut = [
+            each or dims.size("tp") == 1 or tensor.cut_dim(n) is not None for n, each in zip(names, apart, strict=True)
+        ]
         self._partial = [i for i, each in enumerate(cut) if not each]
         of_expert = 1 if sharded else 1 / dims.size("expert_shard")
         shares = [of_expert if a else 1 / dims.copies(c, sharded) for a, c in zip(apart, cut, strict=True)]

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from train import config
 from train.parallel import collectives
-from train.parallel.mesh import DIMS, resolve
+from train.parallel.mesh import DIMS, resolve, sequence_pieces
+from train.parallel.traffic import Meter
 
 ISLAND = ("pp", "dp_shard", "cp", "tp")  # one copy of the training state
 DATA = ("dp_replicate", "dp_shard")  # ranks with other rows
@@ -25,22 +26,27 @@ TOKENS = (*REDUCE, "tp")  # ranks with other positions between the layers' matri
 class Dims:
     """One rank's place. Groups are made when they are first asked for: all ranks must ask in the same order."""
 
-    def __init__(self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None) -> None:
+    def __init__(
+        self, degrees: dict[str, int], rank: int, device: torch.device, group: Any = None, cp_method: str = "ulysses"
+    ) -> None:
         """`degrees`: what `mesh.resolve` returned. `group`, or the default process group, has their product of ranks, if
         more than one; `rank` is the place in it."""
         self.degrees, self.rank, self.world = degrees, rank, math.prod(degrees[d] for d in DIMS)
         self.device, self._whole = device, group
-        places = torch.arange(self.world).view([degrees[d] for d in DIMS])
-        self._place = dict(zip(DIMS, (places == rank).nonzero()[0].tolist(), strict=True))
+        self.meter = Meter(device)  # of all that this rank sends
+        self._place: dict[str, int] = {}
+        for name in reversed(DIMS):
+            rank, self._place[name] = divmod(rank, degrees[name])
         ep, at = degrees.get("ep", 1), self.index("dp_shard", "cp", "tp")
         self.degrees = degrees | {"ep": ep, "expert_shard": self.size("dp_shard", "cp", "tp") // ep}
         self._place |= {"expert_shard": at // ep, "ep": at % ep}
+        self._pieces = sequence_pieces(cp_method, degrees["cp"], self._place["cp"])
         self._groups: dict[tuple[str, ...], Any] = {}
 
     @classmethod
     def of(cls, cfg: config.Train, world: int, rank: int, device: torch.device, group: Any = None) -> "Dims":
         """From a configuration. Raises ConfigError for degrees that can't be."""
-        return cls(resolve(cfg, world), rank, device, group)
+        return cls(resolve(cfg, world), rank, device, group, cfg.parallelism.cp_method)
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
@@ -74,6 +80,7 @@ class Dims:
             self._groups[names] = part.get_group()
         return self._groups[names]
 
+    @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
         """For fully_shard: [dp_replicate, shard] or, with one copy, [shard]; shard is dp_shard x cp."""
         shards = self.group("dp_shard", "cp")
@@ -86,6 +93,7 @@ class Dims:
         groups = [self.group("dp_replicate"), shards]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("dp_replicate", "shard"))
 
+    @functools.cached_property
     def expert_shard_mesh(self) -> DeviceMesh:
         """For fully_shard of experts: [dp_replicate, expert_shard] or, with one copy, [expert_shard]."""
         return self.expert_mesh["expert_shard" if self.size("dp_replicate") == 1 else EXPERT_REDUCE]
@@ -113,8 +121,19 @@ class Dims:
         for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
 
+    def union_over_pp(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the pipeline's ranks have together, by name, on each of them, in the order of the ranks. Collective."""
+        if self.size("pp") == 1:
+            return mine
+        parts: list[Any] = [None] * self.size("pp")
+        host = {name: t.cpu() for name, t in mine.items()}
+        dist.all_gather_object(parts, host, group=self.group("pp"))
+        return {name: t.to(self.device) for part in parts for name, t in part.items()}
+
     def rows_of_sequence(self, rows: Tensor) -> Tensor:
-        """This cp rank's part of [rows, T]: [rows, T / cp], contiguous positions."""
+        """This cp rank's positions of [rows, T]: [rows, T / cp]."""
         if self.size("cp") == 1:
             return rows
-        return rows.chunk(self.size("cp"), dim=1)[self.index("cp")]
+        pieces, mine = self._pieces
+        parts = rows.chunk(pieces, dim=1)
+        return torch.cat([parts[i] for i in mine], 1)

@@ -42,7 +42,7 @@ def moes(model: torch.nn.Module) -> dict[str, MoE]:
 
 
 def apply(model: Transformer, cfg: config.Train, dims: Dims) -> None:
-    """Leave a rank its experts, and show it the others. On the meta device, after tensor.apply, before compile and reduction."""
+    """Leave a rank its experts, and show it the others. On the meta device, after tensor.apply, before the rest."""
     ep = dims.size("ep")
     for moe in moes(model).values():
         if dims.size(*TOKENS) > 1:
@@ -123,6 +123,11 @@ class Part:
     ep: int
     index: int
     rest: Cut | None
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share the positions of a row between the matrices."""
+        return 1 if self.rest is None else self.rest.tp
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Of the parameter of which this rank's part has `shape`."""

@@ -4,7 +4,7 @@ Parameters are the fp32 masters; with a lower compute dtype they are gathered in
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from train.parallel import expert
 from train.parallel.adamw import AdamW, Piece, clip_scale
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import Dims
-from train.parallel.traffic import Meter
 
 
 class Fsdp(DataParallel):
@@ -42,13 +41,17 @@ class Fsdp(DataParallel):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
         self._expert_shards = dims.size("expert_shard")
-        devices = dims.shard_mesh()
+        devices = dims.shard_mesh
+        # a pipeline has several micro-batches under way at once: their layers would be gathered again and again
+        chunks = getattr(model, "chunks", ())
         # gathered weights then live until the step's last backward
-        self._keep = cfg.reduction.reshard_after_forward is False
+        reshard = cfg.reduction.reshard_after_forward
+        self._reshard: bool | int = not chunks if reshard is None else reshard
+        self._keep = self._reshard is False
         # accumulating whole gradients would keep what ZeRO-3 is there to shard: every micro-batch is reduced unless asked
-        self._once = cfg.reduction.accumulate == "once"
-        self.meter = Meter(device)
-        self.module: Any = self._wrap(model, devices)
+        self._once = cfg.reduction.accumulate == "once" or bool(chunks)
+        self.meter = dims.meter
+        self.module: Any = self._wrap(model, chunks or (model,), devices, cfg.reduction.prefetch)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
         self._apart = [expert.apart(n, dims) for n, _ in self._named]
         self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
@@ -56,7 +59,10 @@ class Fsdp(DataParallel):
         self._owner = Optimizers(cfg, device).make(self._pieces)
         self._micro_batches = 0
 
-    def _wrap(self, model: nn.Module, devices: DeviceMesh) -> FSDPModule:
+    def _wrap(
+        self, model: nn.Module, roots: Sequence[nn.Module], devices: DeviceMesh, prefetch: int | None
+    ) -> nn.Module:
+        """Every block and, with the rest, every root: the model, or the stages of a pipeline."""
         stored = next(model.parameters()).dtype
         mixed = self._compute != stored
         policy = MixedPrecisionPolicy(
@@ -67,18 +73,30 @@ class Fsdp(DataParallel):
         offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
         shard = functools.partial(
-            fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=not self._keep
+            fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
         )
         for block in self._blocks:
             experts = getattr(getattr(block, "ffn", None), "experts", None)
-            place = functools.partial(_placement, shards=devices.size(-1))
             if experts is not None and self._dims.size("ep") * self._dims.size("tp") > 1:
-                mesh = self._dims.expert_shard_mesh()
+                mesh = self._dims.expert_shard_mesh
                 shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
-            shard(block, mesh=devices, shard_placement_fn=place)
-            if isinstance(experts, FSDPModule):  # their dispatch waits for counts: by then the weights are on their way
-                cast(FSDPModule, block).set_modules_to_forward_prefetch([experts])
-        return shard(model, mesh=devices)
+            shard(block, mesh=devices, shard_placement_fn=functools.partial(_placement, shards=devices.size(-1)))
+        self._prefetch(prefetch)
+        for root in roots:
+            shard(root, mesh=devices)
+        return model
+
+    def _prefetch(self, depth: int | None) -> None:
+        """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes; and a layer's
+        experts with it, as their dispatch waits for counts: the host is late to ask for them."""
+        for index, block in enumerate(self._blocks):
+            ahead = self._blocks[index + 1 : index + 1 + (depth or 0)]
+            experts = getattr(getattr(block, "ffn", None), "experts", None)
+            apart = [experts] if isinstance(experts, FSDPModule) else []
+            if apart or depth is not None:
+                block.set_modules_to_forward_prefetch([*apart, *ahead])
+            if depth is not None:
+                block.set_modules_to_backward_prefetch(self._blocks[max(0, index - depth) : index][::-1])
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
@@ -108,6 +126,7 @@ class Fsdp(DataParallel):
         self._owner.step(grads, clip_scale(norm, self._optim.clip_norm, 1).to(dtype), lr)
         if isinstance(self._owner, HostOptimizer):
             self._owner.finish()
+        self.meter.end_step()
         return norm.to(dtype)
 
     @torch.no_grad()
@@ -125,10 +144,12 @@ class Fsdp(DataParallel):
     def traffic(self) -> dict[str, Any]:
         """Bytes by the layout, as rings send them (fully_shard shows no counters); "exposed_s": None, it can't be seen from
         outside fully_shard."""
-        gathers = (
-            1 if self._keep else 2 * self._micro_batches
-        )  # of a block; the root keeps its weights until backward ends
-        root_gathers = 1 if self._keep else self._micro_batches
+        first = (
+            1 if self._keep else self._micro_batches
+        )  # gathers before forward; the root's weights stay until backward ends
+        # a block that was resharded is gathered again in backward: from all shards, or from the few that it was kept on
+        few = self._shards if self._reshard is True else int(self._reshard)
+        again = 0.0 if self._keep else self._micro_batches * self._shards / few * (few - 1) / max(1, self._shards - 1)
         in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
         reductions = 1 if self._once else self._micro_batches
         sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
@@ -136,10 +157,11 @@ class Fsdp(DataParallel):
             shards = self._expert_shards if apart else self._shards
             at = cast(Shard, p.placements[-1]).dim
             shard = -(-p.shape[at] // shards) * (p.numel() // p.shape[at])  # rows are padded to the shards
-            times = gathers if id(p) in in_blocks else root_gathers
-            sent["all_gather"] += times * shard * self._compute.itemsize * (shards - 1)
+            times = first + (again if id(p) in in_blocks else 0)
+            sent["all_gather"] += int(times * shard * self._compute.itemsize * (shards - 1))
             sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (shards - 1)
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
+        sent |= self.meter.report()["bytes"]  # by others than fully_shard
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
 
     def owners(self) -> list[AdamW]:

@@ -12,6 +12,7 @@ from train.config import ConfigError, Train
 
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first
 ZERO2 = ("zero2", "zero2o", "zero2rs")
+RING_KERNELS = ("flash", "math")  # whose results of blocks parallelism.cp_method=ring merges
 OPEN = -1
 MAX_AUTO_EP = 8  # GPUs of the usual node: beyond, every token crosses the network
 
@@ -36,7 +37,7 @@ def resolve(cfg: Train, nproc: int) -> dict[str, int]:
 
     Raises ConfigError for degrees that don't multiply to nproc or that the reduction can't have.
     """
-    want = {name: _degree(cfg, name) for name in DIMS}
+    want: dict[str, int] = {name: _degree(cfg, name) for name in DIMS}
     got = dict(want)
     open_ = [name for name in ("pp", "cp", "tp") if want[name] == OPEN]
     if len(open_) > 1:
@@ -80,9 +81,6 @@ def _refuse_product(want: dict[str, int], nproc: int) -> None:
 
 def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
     reduction = cfg.reduction.name
-    for name in ("pp", "cp"):
-        if got[name] > 1:
-            raise ConfigError(f"parallelism.{name}", got[name], "is not built yet; must be 1")
     refused = ("pp", "cp", "tp") if cfg.round.name != "none" else ("pp", "tp") if reduction in ZERO2 else ()
     who = f"round={cfg.round.name} goes with data parallel only" if cfg.round.name != "none" else (
         f"{reduction} goes with cp only; ddp and fsdp go with tp, pp, cp and ep"
@@ -102,7 +100,9 @@ def _experts(cfg: Train, got: dict[str, int]) -> int:
         return 1
     if cfg.round.name != "none":
         if want > 1:
-            raise ConfigError("parallelism.ep", want, f"round={cfg.round.name} goes with data parallel only; it must be 1")
+            raise ConfigError(
+                "parallelism.ep", want, f"round={cfg.round.name} goes with data parallel only; it must be 1"
+            )
         return 1
     fits = [d for d in range(1, island + 1) if island % d == 0 and experts % d == 0]
     if want == OPEN:
@@ -120,6 +120,11 @@ def data_ranks(degrees: dict[str, int]) -> int:
     return degrees["dp_replicate"] * degrees["dp_shard"]
 
 
+def sequence_pieces(method: str, cp: int, index: int) -> tuple[int, tuple[int, ...]]:
+    """(equal pieces that a sequence is cut into, those of them that cp rank `index` has, in order)."""
+    return (cp, (index,)) if method == "ulysses" or cp == 1 else (2 * cp, (index, 2 * cp - 1 - index))
+
+
 def check_model(cfg: Train, degrees: dict[str, int]) -> None:
     """Whether the model's shape and the sequence can be cut that way. Raises ConfigError."""
     m, tp, cp = cfg.model, degrees["tp"], degrees["cp"]
@@ -134,10 +139,51 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             if degrees[name] > 1:
                 why = "hands gradients to the host as backward makes them, before other ranks' parts are added up; must be 1"
                 raise ConfigError(f"parallelism.{name}", degrees[name], f"memory.optimizer_offload=full {why}")
-    if cfg.seq_len % (cp * tp):
-        low = cfg.seq_len // (cp * tp) * cp * tp
-        near = f"{low}, {low + cp * tp}" if low else f"{cp * tp}"
-        raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of cp x tp = {cp * tp} (nearest: {near})")
+    if cfg.parallelism.async_tp:
+        _check_async_tp(cfg, tp)
+    keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * cp
+    if keep is not None and not isinstance(keep, bool) and (keep < 2 or keep >= shards or shards % keep):
+        few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
+        why = f"must be true, false or a divisor between 1 and dp_shard x cp = {shards} (valid: {few})"
+        raise ConfigError("reduction.reshard_after_forward", keep, why)
+    exchange = next((name for name in ("cp", "ep") if degrees[name] > 1), None)
+    if exchange and cfg.memory.recompute == "selective" and cfg.compile.name != "none":
+        why = f"torch can't keep parts of a layer that {exchange} has compiled in pieces; use full, or compile=none"
+        raise ConfigError("memory.recompute", "selective", why)
+    if cp > 1 and cfg.parallelism.cp_method == "ulysses":
+        _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
+    ring = cp > 1 and cfg.parallelism.cp_method == "ring"
+    if ring and cfg.attention.name not in ("auto", *RING_KERNELS):
+        raise ConfigError("attention", cfg.attention.name, f"cp_method=ring goes with {' or '.join(RING_KERNELS)}")
+    unit = cp * tp * (2 if ring else 1)  # its ranks have two pieces of the sequence each
+    if cfg.seq_len % unit:
+        low = cfg.seq_len // unit * unit
+        near = f"{low}, {low + unit}" if low else f"{unit}"
+        what = "2 x cp x tp (cp_method=ring)" if ring else "cp x tp"
+        raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of {what} = {unit} (nearest: {near})")
+
+
+def _check_async_tp(cfg: Train, tp: int) -> None:
+    """`cfg.device` is resolved. Raises ConfigError."""
+    for wrong, why in (
+        (tp == 1, "needs parallelism.tp above 1"),
+        (cfg.compile.name == "none", "Inductor does it; needs compile=layer"),
+        (cfg.device == "cpu", "needs GPUs, which read each other's memory; here is device=cpu"),
+    ):
+        if wrong:
+            raise ConfigError("parallelism.async_tp", True, why)
+
+
+def _check_ulysses(heads: int, kv_heads: int, degrees: dict[str, int]) -> None:
+    """Whether cp ranks can share the heads of one tp rank. Raises ConfigError."""
+    cp, per = degrees["cp"], f" / tp {degrees['tp']}" if degrees["tp"] > 1 else ""
+    fits = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
+    hint = f"(valid: {_list(fits)}; or parallelism.cp_method=ring)"
+    if heads % cp:
+        raise ConfigError("parallelism.cp", cp, f"must divide model.heads{per} = {heads} {hint}")
+    if cp not in fits:
+        why = f"must divide model.kv_heads{per} = {kv_heads} or be a multiple of them {hint}"
+        raise ConfigError("parallelism.cp", cp, why)
 
 
 def _list(degrees: Iterable[int]) -> str:

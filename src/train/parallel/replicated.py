@@ -12,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
-from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
 from train.parallel import expert
+from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import EXPERT_REDUCE, REDUCE, Dims
-from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
 
@@ -30,23 +29,27 @@ class Replicated(DataParallel):
         self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
         self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
-        apart = [(name, p) for name, p in self._named if expert.apart(name, dims)]  # reduced over other ranks than the rest
-        self._experts = [p for _, p in apart] if dims.size(*EXPERT_REDUCE) > 1 else []
-        self.meter = Meter(device)
+        self._apart = [
+            p for name, p in self._named if expert.apart(name, dims)
+        ]  # reduced over other ranks than the rest
+        self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
         self._last = True
-        if world_size == 1:  # DDP keeps gradients in its buckets until all ranks' are added up
+        # a pipeline's schedule doesn't run all hooks of the parameters, which DDP lives on: reduced after the last micro-batch
+        self._after = dims.size("pp") > 1
+        self._bucket = int((cfg.reduction.bucket_mib or 25) * 2**20)
+        if world_size == 1 and not self._after:  # DDP keeps gradients in its buckets until all ranks' are added up
             for update, owner in zip(self._updates, self._offloaded, strict=bool(self._offloaded)):
                 for index, p in enumerate(update.parameters):
                     p.register_post_accumulate_grad_hook(self._deliver(owner, index))
         self._compute_done = self.meter.mark()
         self.module: Any = model
-        if world_size > 1:
+        if world_size > 1 and not self._after:
             # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
             torch._dynamo.config.optimize_ddp = False
-            ignored = [name for name, _ in apart]
+            ignored = [name for name, _ in self._named if expert.apart(name, dims)]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
             self.module = DistributedDataParallel(
                 model,
@@ -77,28 +80,45 @@ class Replicated(DataParallel):
         if last and self._world > 1:  # backward returns once the last bucket is reduced
             self.meter.exposed("all_reduce", self._compute_done, self.meter.mark())
 
+    def _reduce_in_buckets(self) -> None:
+        """What DDP doesn't: a pipeline's gradients, and those of experts over the ranks that have the same ones. `step` divides
+        all of them by the ranks with other rows or positions."""
+        if self._after and self._world > 1:
+            apart = set(self._apart)
+            self._reduce([p for _, p in self._named if p not in apart], self._world, self._group)
+        if self._apart and (size := self._dims.size(*EXPERT_REDUCE)) > 1:
+            self._reduce(self._apart, size, self._dims.group(*EXPERT_REDUCE))
+
+    def _reduce(self, parameters: list[nn.Parameter], size: int, group: Any) -> None:
+        """Sums of gradients over `size` ranks, in place: in buckets, one on its way while the next is put together."""
+        with self.meter.waiting("all_reduce"):
+            sent: tuple[list[Tensor], Tensor, Any] | None = None
+            for grads in [*_buckets([p.grad for p in parameters if p.grad is not None], self._bucket), None]:
+                now = None
+                if grads is not None:
+                    flat = torch.cat([g.reshape(-1) for g in grads])
+                    self.meter.sent("all_reduce", 2 * flat.nbytes * (size - 1) // size)
+                    now = grads, flat, dist.all_reduce(flat, group=group, async_op=True)
+                if sent is not None:
+                    sent[2].wait()
+                    parts = sent[1].split([g.numel() for g in sent[0]])
+                    torch._foreach_copy_(sent[0], [part.view_as(g) for g, part in zip(sent[0], parts, strict=True)])
+                sent = now
+
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        if self._offloaded:
-            return self._offloaded_step(lr)
-        for _, p in self._named:
+        for _, p in self._named if not self._offloaded or self._after else ():
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
-        self._reduce_experts()
+        self._reduce_in_buckets()
+        if self._offloaded:
+            return self._offloaded_step(lr)
         norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)
         self.meter.end_step()
         return norm.to(self._updates[0].dtype)
-
-    def _reduce_experts(self) -> None:
-        """Sums over the ranks with the same experts; `step` divides all gradients by the ranks with other rows or positions."""
-        group, size = self._dims.group(*EXPERT_REDUCE) if self._experts else None, self._dims.size(*EXPERT_REDUCE)
-        for p in self._experts:
-            assert p.grad is not None
-            self.meter.sent("all_reduce", 2 * p.grad.nbytes * (size - 1) // size)
-            dist.all_reduce(p.grad, group=group)
 
     def _offloaded_step(self, lr: float) -> Tensor:
         """The host's optimizers, most of which may have begun in backward."""
@@ -132,7 +152,7 @@ class Replicated(DataParallel):
             update.publish()
 
     def close(self) -> None:
-        if self._world > 1:
+        if self._world > 1 and not self._after:
             self.module = self.module.module
 
 
@@ -172,6 +192,18 @@ class _Update:
     def publish(self) -> None:
         if self.copies:
             torch._foreach_copy_(self.weights, self.owner.tensors)
+
+
+def _buckets(grads: list[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype, each run of about `nbytes`."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        if bucket and (sum(g.nbytes for g in bucket) >= nbytes or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket
 
 
 def _chunks(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:

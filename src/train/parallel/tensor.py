@@ -48,6 +48,7 @@ def apply(model: Transformer, dims: Dims) -> None:
         if isinstance(module, (Attention, FeedForward)):
             module.register_forward_pre_hook(lambda _, args: (gather(args[0], group, tp), *args[1:]))
             module.register_forward_hook(lambda _, __, out: scatter(out, group, tp))
+    assert model.norm is not None
     model.norm.register_forward_hook(lambda _, __, out: gather(out, group, tp))
     model.shard = loss.VocabShard(first, group)
     model.loss = loss.build(config.Memory(), model.shard)
@@ -58,7 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def __init__(self, cfg: config.Model, first: int, group: str, tp: int) -> None:
         """`cfg`: local."""
-        super().__init__(cfg.vocab, cfg.dim, device="meta")
+        super().__init__(cfg.vocab, cfg.dim)
         self.first, self.group, self.tp = first, group, tp
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -102,11 +103,11 @@ class _Scatter(torch.autograd.Function):
 
 def _gather(x: Tensor, group: str, tp: int) -> Tensor:
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), tp, group))  # [tp * B, T/tp, d]
-    return parts.unflatten(0, (tp, -1)).transpose(0, 1).flatten(1, 2)
+    return torch.cat(parts.chunk(tp), 1)  # this chunk and cat, and those below, are what async_tp recognizes
 
 
 def _scatter(x: Tensor, group: str, tp: int) -> Tensor:
-    parts = x.unflatten(1, (tp, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [tp * B, T/tp, d]
+    parts = torch.cat(x.chunk(tp, 1))  # [tp * B, T/tp, d]
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", tp, group))
 
 
@@ -136,3 +137,20 @@ def assemble(name: str, mine: Tensor, dims: Dims) -> Tensor:
     parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(dims.size("tp"))]
     dist.all_gather(parts, mine.contiguous(), group=dims.group("tp"))
     return torch.cat(parts, at)
+
+
+def traffic(cfg: config.Train, dims: Dims, itemsize: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step for gathering and scattering sequences, as rings send them; by the layout, for a
+    compiled layer shows no counters."""
+    tp = dims.size("tp")
+    if tp == 1:
+        return {}
+    assert cfg.grad_accum is not None
+    once = cfg.micro_batch * cfg.seq_len // dims.size("cp", "tp") * cfg.model.dim * itemsize * (tp - 1)
+    layers = cfg.model.layers
+    # attention and FFN gather once and scatter once each, and the reverse in backward; embedding and head likewise, together
+    gathers = scatters = 4 * layers + 2
+    if cfg.memory.recompute == "full":  # all over again but for the last scatter, whose result nothing needs
+        again = -(-layers // cfg.memory.every)
+        gathers, scatters = gathers + 2 * again, scatters + again
+    return {"tp_all_gather": gathers * once * cfg.grad_accum, "tp_reduce_scatter": scatters * once * cfg.grad_accum}

@@ -22,7 +22,6 @@ from train.parallel.bucket import Bucket, make_buckets
 from train.parallel.dims import REDUCE, Dims
 from train.parallel.gather import WeightGather
 from train.parallel.lane import Lane
-from train.parallel.traffic import Meter
 
 UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
 
@@ -33,7 +32,7 @@ class Zero2(DataParallel):
     def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims) -> None:
         self.module = model
         device, world, rank, group = dims.device, dims.size(*REDUCE), dims.index(*REDUCE), dims.group(*REDUCE)
-        self.meter = Meter(device)
+        self.meter = dims.meter
         self._dims, self._world, self._device, self._optim, self._group = dims, world, device, cfg.optim, group
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"

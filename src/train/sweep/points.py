@@ -10,7 +10,7 @@ from train.config import ConfigError, Train
 from train.data import corpus
 from train.launch import environment
 from train.launch.slurm import options as slurm
-from train.parallel import mesh
+from train.parallel import mesh, stages
 from train.sweep import freeze, validate
 from train.sweep.grid import Composer, Point
 
@@ -63,7 +63,10 @@ def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
     degrees = mesh.resolve(cfg, cfg.nproc)
     for dimension, degree in degrees.items():
         setattr(cfg.parallelism, dimension, degree)
+    if degrees["cp"] == 1:
+        cfg.parallelism.cp_method = "ulysses"  # without ranks to reach: one point, not two
     cfg.grad_accum, cfg.global_batch = validate.batch(cfg, mesh.data_ranks(degrees))
+    stages.settle(cfg)
     source = (cfg.data.name, cfg.data.path, cfg.data.tokenizer)
     if source not in contents:
         contents[source] = corpus.content_hash(cfg.data)

@@ -19,13 +19,14 @@ from train.launch import environment
 from train.memory import rules as memory_rules
 from train.model import moe_rules
 from train.names import nearest
-from train.parallel import mesh
+from train.parallel import mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "compile.name": ("none", "layer"),
     "precision.name": ("auto", "bf16", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
+    "parallelism.cp_method": ("ulysses", "ring"),
     "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
     **memory_rules.CHOICES,
@@ -61,6 +62,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.eps": (0, 1),
     "optim.weight_decay": (0, 1e3),
     "optim.clip_norm": (1e-12, 1e12),
+    "reduction.prefetch": (1, 10**5),
     "budget.hours": (1e-5, 10**5),
     "hardware.peak_tflops": (0.001, 1e6),
     "round.inner_steps": (1, 10**7),
@@ -98,6 +100,7 @@ def values(cfg: Train) -> None:
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
     mesh.values(cfg)
+    stages.values(cfg)
     memory_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
@@ -224,6 +227,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
             ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
             ("reshard_after_forward", ("fsdp",)),
+            ("prefetch", ("fsdp",)),
         ):
             if getattr(cfg.reduction, key) is not None and cfg.reduction.name not in users:
                 raise ConfigError(
@@ -242,7 +246,8 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
-        batch(cfg, mesh.data_ranks(degrees))
+        memory_rules.layout(cfg, degrees)
+        stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)
     return None

@@ -1,0 +1,48 @@
+"""python -m tests.parallel.fake CONFIG.yaml RANK: one rank builds and steps a configuration at its full size, on fake tensors
+and a fake process group: shapes, groups and collectives are real, nothing is computed or sent."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from train import config
+from train.memory import levers
+from train.model.transformer import Transformer
+from train.parallel import context, tensor
+from train.parallel.build import DTYPES, build, param_dtype
+from train.parallel.dims import ISLAND, REDUCE, Dims
+
+
+def main(file: str, rank: int) -> None:
+    cfg = config.load(Path(file))
+    assert cfg.nproc is not None and cfg.grad_accum is not None
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.nproc)
+    device = torch.device("cpu")
+    dims = Dims.of(cfg, cfg.nproc, rank, device)
+    for names in (REDUCE, ISLAND, ("tp",), ("cp",), ("dp_shard", "cp")):
+        dims.group(*names)  # a mesh holds real ranks
+    assert dims.shard_mesh.size() == dims.size(*REDUCE)
+    torch.set_default_dtype(param_dtype(cfg, DTYPES[cfg.precision.name]))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Transformer(tensor.local(cfg.model, dims.size("tp")), "math")
+        tensor.apply(model, dims)
+        context.apply(model, dims, cfg.parallelism.cp_method)
+        levers.apply(model, cfg.memory, device)
+        dp = build(model, cfg, dims)
+        tokens = dims.rows_of_sequence(torch.zeros(cfg.micro_batch, cfg.seq_len, dtype=torch.int64))
+        for index in range(cfg.grad_accum):
+            with dp.micro_step(index, cfg.grad_accum):
+                loss = dp.module(tokens, tokens)
+                loss.backward()
+        norm = dp.step(1e-3)
+    assert loss.shape == norm.shape == ()
+    owned = sum(t.numel() for name, t in dp.shard_items() if name.endswith(".weight"))
+    print(owned)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
