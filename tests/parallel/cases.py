@@ -205,7 +205,7 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     if balance is not None:
         out.routing = {name: t.clone() for name, t in balance.state_dict().items()}
     dp.close()  # waits for the weights that are still under way
-    if case.reduction != "fsdp" and case.tp == case.pp == 1:
+    if case.reduction != "fsdp" and case.tp == case.pp == case.ep == 1:
         out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
 

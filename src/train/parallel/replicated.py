@@ -49,7 +49,10 @@ class Replicated(DataParallel):
         if world_size > 1 and not self._after:
             # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
             torch._dynamo.config.optimize_ddp = False
-            ignored = [name for name, _ in self._named if expert.apart(name, dims)]
+            # buffers are counts of a rank's own tokens, and what all ranks compute alike
+            ignored = [name for name, _ in self._named if expert.apart(name, dims)] + [
+                n for n, _ in model.named_buffers()
+            ]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
             self.module = DistributedDataParallel(
                 model,
@@ -57,7 +60,6 @@ class Replicated(DataParallel):
                 device_ids=[device] if device.type == "cuda" else None,
                 bucket_cap_mb=cfg.reduction.bucket_mib or 25,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # counts of a rank's own tokens, and what all ranks compute alike
             )
             self.module.register_comm_hook(None, self._all_reduce)
 
