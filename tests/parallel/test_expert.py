@@ -5,13 +5,22 @@ Routing is discontinuous: a case in which two experts' scores nearly tie is a ba
 
 from dataclasses import replace
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.parallel import cases
+from tests.parallel import cases, expert_cases
 from tests.parallel.cases import Case, Outcome
+from tests.parallel.nobody import fake_group
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+from train import config
+from train.model.transformer import Transformer
+from train.parallel import expert
+from train.parallel.build import build
+from train.parallel.dims import Dims
 
 MARGIN = 1e-7  # of scores between 0 and 1, in fp64: far above rounding, and met by thousands of tokens
 
@@ -125,6 +134,20 @@ def test_ranks_without_tokens(four: Ranks) -> None:
     check(four, moe("fsdp", ep=4, balance="aux_loss_free", balance_coef=50.0))
 
 
+def test_resumed_equals_uninterrupted(two: Ranks, tmp_path: Path) -> None:
+    """Biases and counts too."""
+    assert two.run(expert_cases.resumed, moe("fsdp", ep=2, balance="aux_loss_free"), tmp_path) == [[], []]
+
+
+def test_bytes_sent(two: Ranks) -> None:
+    """A row that leaves its rank goes there with a weight and comes back, in forward and in backward; others aren't sent."""
+    outcomes = two.run(cases.train, moe("fsdp", ep=2, steps=1))
+    sent = sum(out.traffic["bytes"]["ep_all_to_all"] for out in outcomes)
+    of_a_row = 2 * (24 + 1 + 24) * 8  # dim 24, fp64
+    rows = 2 * cases.ROWS * cases.SEQ[True] * 2  # layers, tokens, experts of a token
+    assert sent % of_a_row == 0 and 0.3 * rows < sent / of_a_row < 0.7 * rows
+
+
 @pytest.mark.slow
 def test_fp32(two: Ranks) -> None:
     case = moe("fsdp", ep=2, dtype="fp32")
@@ -138,3 +161,32 @@ def test_fp32(two: Ranks) -> None:
 def test_compiled(two: Ranks, recompute: str) -> None:
     """The exchange stays out of the graph, which breaks there."""
     check(two, moe("fsdp", ep=2, compiled=True, memory=(("recompute", recompute),), balance="aux_loss_free"))
+
+
+@pytest.mark.parametrize("reduction", ("none", "fsdp"))
+def test_fake_tensors_travel_in_equal_parts(reduction: str) -> None:
+    """Rank 5 of 64, experts over 8, on tensors without contents: counts can't be read."""
+    cfg = cases.configuration(Case("fsdp", model="even_moe", ep=8, dtype="fp32", balance="aux_loss"))
+    with fake_group(64, 5):
+        dims = Dims.of(cfg, 64, 5, torch.device("cpu"))
+        assert [dims.group("ep").size(), dims.expert_shard_mesh.size(), dims.shard_mesh.size()] == [8, 8, 64]
+        _steps_on_fake_tensors(cfg, dims, reduction)
+
+
+def _steps_on_fake_tensors(cfg: config.Train, dims: Dims, reduction: str) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = Transformer(cfg.model, "math")
+        expert.apply(model, cfg, dims)
+        assert model.layers[0].ffn.experts.w_up.shape == (1, 24, 24)  # type: ignore[union-attr]
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        if reduction == "none":
+            model(tokens, tokens).backward()
+            assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        else:
+            dp = build(model, cfg, dims)
+            with dp.micro_step(0, 1):
+                dp.module(tokens, tokens).backward()
+            assert dp.step(1e-3).shape == ()
+            sent = dp.traffic()["bytes"]["ep_all_to_all"]
+            assert sent == 2 * (64 - 8) * 2 * (24 + 1 + 24) * 4  # layers, rows but an eighth, a row's numbers, fp32
+            dp.close()

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 ALIGNMENT = 16  # bytes: what torch._grouped_mm asks of a row's stride
 
@@ -22,6 +23,8 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 def kernel_takes(x: Tensor, w: Tensor) -> bool:
     """Whether torch's grouped matmul accepts these dtypes and widths: bf16; on a CPU fp32 too; never fp64."""
+    if not x.is_cuda and (torch.compiler.is_compiling() or isinstance(x, FakeTensor)):
+        return False  # torch traces the GPU's rules alone
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(n * x.itemsize % ALIGNMENT == 0 for n in w.shape[1:])
     return hasattr(torch, "_grouped_mm") and x.dtype in dtypes and aligned and len(x) > 0

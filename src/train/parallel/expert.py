@@ -19,7 +19,9 @@ from train import config
 from train.model.moe import Experts, MoE, collect, spread
 from train.model.transformer import Cut, Transformer
 from train.parallel.dims import TOKENS, Dims
+from train.parallel.traffic import Meter
 
+TRAFFIC = "ep_all_to_all"
 _ops = torch.ops._c10d_functional
 
 
@@ -50,8 +52,9 @@ def apply(model: Transformer, cfg: config.Train, dims: Dims) -> None:
         # a rank's loss is its mean over micro-batches, and tp ranks each have a part of its tokens
         moe.aux_share = 1 / ((cfg.grad_accum or 1) * dims.size("tp"))
         if ep > 1:
-            moe.experts = Experts(moe.cfg, moe.cfg.experts // ep).to("meta")
-            moe.exchange = AllToAll(ep, dims.group("ep").group_name)
+            with moe.router.weight.device:
+                moe.experts = Experts(moe.cfg, moe.cfg.experts // ep)
+            moe.exchange = AllToAll(ep, dims.index("ep"), dims.group("ep").group_name, dims.meter)
     if ep > 1:
         model.cut = Part(ep, dims.index("ep"), model.cut)
 
@@ -65,7 +68,9 @@ class AllToAll:
     """The experts of `ep` ranks as one: `parallelism.dispatch=torch`."""
 
     ep: int
+    index: int
     group: str
+    meter: Meter
 
     @torch.compiler.disable
     def __call__(self, experts: Experts, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -73,8 +78,8 @@ class AllToAll:
         sent = counts.view(self.ep, -1)  # [to rank, its expert]
         got = _wait(_ops.all_to_all_single(sent, [1] * self.ep, [1] * self.ep, self.group))  # [from rank, my expert]
         out, back = self._splits(sent, got, len(rows))
-        arrived = exchange(rows, out, back, self.group)
-        their_weights = exchange(weights, out, back, self.group)
+        arrived = exchange(rows, out, back, self)
+        their_weights = exchange(weights, out, back, self)
         # by source, then expert → by expert, then source
         experts_of_rank = torch.arange(got.shape[1], device=got.device).repeat(self.ep)
         ids = experts_of_rank.repeat_interleave(got.flatten(), output_size=sum(back))
@@ -83,7 +88,7 @@ class AllToAll:
         ends = got.sum(0).cumsum(0).to(torch.int32)
         mine = spread(arrived, order, inverse, 1), spread(their_weights[:, None], order, inverse, 1)[:, 0]
         done = collect(experts(*mine, ends), order, inverse, 1)
-        return exchange(done, back, out, self.group)
+        return exchange(done, back, out, self)
 
     def _splits(self, sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Rows to and from each rank. One host synchronisation; on fake tensors, which hold no counts, equal parts."""
@@ -94,21 +99,28 @@ class AllToAll:
         return out, back
 
 
-def exchange(x: Tensor, out: list[int], back: list[int], group: str) -> Tensor:
+def exchange(x: Tensor, out: list[int], back: list[int], to: AllToAll) -> Tensor:
     """The first out[0] rows of x to rank 0 of the group, the next out[1] to rank 1, …; back[i] rows come from rank i."""
-    return _Exchange.apply(x, out, back, group)
+    return _Exchange.apply(x, out, back, to)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], group: str) -> Tensor:
-        ctx.of = out, back, group
-        return _wait(_ops.all_to_all_single(x.contiguous(), back, out, group))
+    def forward(ctx: Any, x: Tensor, out: list[int], back: list[int], to: AllToAll) -> Tensor:
+        ctx.of = out, back, to
+        return _exchange(x, out, back, to)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        out, back, group = ctx.of
-        return _wait(_ops.all_to_all_single(grads[0].contiguous(), out, back, group)), None, None, None
+        out, back, to = ctx.of
+        return _exchange(grads[0], back, out, to), None, None, None
+
+
+def _exchange(x: Tensor, out: list[int], back: list[int], to: AllToAll) -> Tensor:
+    row_bytes = x[:1].numel() * x.itemsize if len(x) else 0
+    to.meter.sent(TRAFFIC, (len(x) - out[to.index]) * row_bytes)
+    with to.meter.waiting(TRAFFIC):
+        return _wait(_ops.all_to_all_single(x.contiguous(), back, out, to.group))
 
 
 def _wait(x: Tensor) -> Tensor:
