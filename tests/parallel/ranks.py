@@ -91,6 +91,9 @@ def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> N
             case, args, kwargs = pipe.recv()
         except EOFError:
             return
+        # all ranks are done with the last case: its groups go, or hundreds of gloo's threads would poll beside the next one
+        for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+            dist.destroy_process_group(left)
         try:
             reply = True, case(rank, world, *args, **kwargs)
         except BaseException:
