@@ -132,6 +132,7 @@ def configuration(case: Case) -> config.Train:
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
         memory=config.Memory("test", **dict(case.memory)),
         compile=config.Compile("layer" if case.compiled else "none"),
+        attention=config.Attention(case.attention),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
