@@ -354,7 +354,7 @@ class Rank:
             "attention_qualified": self.qualified,
             "params": flops.param_count(cfg.model),
             "params_active": flops.param_count(cfg.model, active=True),
-            "experts": self.balance.report() if self.balance is not None else None,
+            "experts": self.experts,
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
@@ -383,6 +383,7 @@ class Rank:
             result["rank_stages"], result["rank_idle"] = (
                 self.pipelined.pop(key)[self.rank] for key in ("rank_stages", "rank_idle")
             )
+        self.experts = self.balance.report() if self.balance is not None else None
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

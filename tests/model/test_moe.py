@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.model.tiny import build, tokens
+from tests.parallel.cases import no_host_synchronisation
 from train import config
 from train.memory import recompute
 from train.model.grouped import grouped_mm, kernel_takes, loop_mm
@@ -190,3 +191,16 @@ def test_compiled_layers(mode: str, balance: str) -> None:
         results.append([p.grad for p in model.parameters()] + [block.ffn.tokens for block in model.layers])
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_on_a_gpu() -> None:
+    """bf16, one rank: sorting, grouped matmuls, auxiliary loss, counting."""
+    model = moe_model(dtype=torch.bfloat16, balance="aux_loss", path="auto").to("cuda")
+    balance = Balance(model, model.cfg, Dims(ONE.degrees, 0, torch.device("cuda", 0)))
+    data = [part.cuda() for part in tokens()]
+    model(*data).backward()  # kernels are built, the allocator warms up
+    with no_host_synchronisation(torch.device("cuda", 0)):
+        model(*data).backward()
+        load = balance.step()
+    assert float(load[0]) >= 1

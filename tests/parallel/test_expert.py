@@ -4,7 +4,6 @@ Routing is discontinuous: a case in which two experts' scores nearly tie is a ba
 """
 
 from dataclasses import replace
-
 from pathlib import Path
 
 import pytest

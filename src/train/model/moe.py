@@ -51,7 +51,9 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, cfg.experts)
         # integers, so that no cast of the model rounds them
         self.register_buffer("tokens", torch.zeros(cfg.experts, dtype=torch.int64))  # by expert, since the last step
-        self.register_buffer("raises", torch.zeros(cfg.experts, dtype=torch.int64))  # aux_loss_free: bias in coefficients
+        self.register_buffer(
+            "raises", torch.zeros(cfg.experts, dtype=torch.int64)
+        )  # aux_loss_free: bias in coefficients
         self.exchange: Exchange | None = None  # None: this rank has all experts
         self.over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over the ranks with other tokens
         self.aux_share = 1.0  # of a micro-batch on this rank in a step's auxiliary loss

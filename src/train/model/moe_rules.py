@@ -46,7 +46,9 @@ def _experts(cfg: Train) -> None:
         why = f"must be between 1 and model.experts={m.experts}"
         raise ConfigError("model.experts_per_token", m.experts_per_token, why)
     if m.force_balance and m.balance != "none":
-        raise ConfigError("model.force_balance", True, f"leaves model.balance={m.balance} nothing to do; set it to none")
+        raise ConfigError(
+            "model.force_balance", True, f"leaves model.balance={m.balance} nothing to do; set it to none"
+        )
     if cfg.round.name != "none" and m.balance == "aux_loss_free":
         why = f"its bias is no weight, so round={cfg.round.name} would not exchange it; use aux_loss or none"
         raise ConfigError("model.balance", m.balance, why)

@@ -33,7 +33,8 @@ class Balance:
         counts = torch.stack([moe.tokens for moe in self._moes])  # [layers, experts]
         if self._dims.size(*TOKENS) > 1:
             dist.all_reduce(counts, group=self._dims.group(*TOKENS))
-        if self._bias:  # one unit towards the mean, whatever the distance (Wang et al. 2024, arXiv 2408.15664, algorithm 1)
+        if self._bias:
+            # one unit towards the mean, whatever the distance (Wang et al. 2024, arXiv 2408.15664, algorithm 1)
             moves = (counts.sum(1, keepdim=True) - counts.shape[1] * counts).sign()
             torch._foreach_add_([moe.raises for moe in self._moes], list(moves))
         torch._foreach_zero_([moe.tokens for moe in self._moes])
@@ -52,7 +53,8 @@ class Balance:
         return biases | {f"{name}.tokens": row for name, row in zip(self._names, self._total, strict=True)}
 
     def report(self) -> dict[str, Any]:
-        """Each expert's share of its layer's tokens over all steps, by layer; of this pipeline stage's layers."""
+        """Each expert's share of its layer's tokens over all steps, by layer, of all pipeline stages. Collective."""
         shares = self._total.double() / self._total.sum(1, keepdim=True)
-        load = {name.removesuffix(".ffn"): row for name, row in zip(self._names, shares.tolist(), strict=True)}
-        return {"load": load, "forced": self._forced}
+        rows = {f"{name}.load": row for name, row in zip(self._names, shares, strict=True)}
+        whole = self._dims.union_over_pp(rows)
+        return {"load": {k.removesuffix(".ffn.load"): t.tolist() for k, t in whole.items()}, "forced": self._forced}
