@@ -10,6 +10,7 @@ from analysis.stats import Estimate, median
 MEANING = {
     "replay-mismatch": "a second pass gave other weights; the arithmetic of this run is not to be trusted",
     "unqualified": "no record shows this attention kernel to be reproducible bit for bit on this device and torch",
+    "forced-balance": "tokens went to the experts in turn, not where the router sent them: for the speed alone",
     "throttled": "the GPU lowered its clocks (power, heat) during steady steps",
     "clocks": "the SM clock moved by more than 5 % during steady steps",
     "foreign-process": "another process used the GPU during the run",
@@ -43,6 +44,7 @@ def flags(
     holds = {
         "replay-mismatch": row["replay_match"] is False,
         "unqualified": dig(summary, "attention_qualified") is False,
+        "forced-balance": dig(summary, "experts", "forced") is True,
         "throttled": (throttle is not None and np.nansum(throttle) > 0) or bool(dig(telemetry, "throttle_reasons")),
         "clocks": clock is not None and _spread(clock) > 0.05,
         "foreign-process": bool(dig(telemetry, "foreign_processes")) or _any_positive(kept.get("gpu/foreign")),

@@ -46,6 +46,10 @@ DEFINITIONS = (
     ),
     ("MFU causal, HFU", "MFU causal credits half of the attention; HFU adds what recomputation really ran."),
     ("peak GiB", "Largest rank inside the training steps; never a sum over ranks. On a CPU: the peak resident set."),
+    (
+        "expert load",
+        "Tokens of a layer's most loaded expert over the mean of its experts, averaged over layers; 1 is even.",
+    ),
     ("device-hours", "Devices times wall time of each attempt; wasted: attempts that gave no result."),
 )
 

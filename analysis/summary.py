@@ -64,6 +64,8 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
         "bubble": number(dig(summary, "pipeline", "idle")),
         "bubble_theory": number(dig(summary, "pipeline", "idle_theory")),
         "params": number(summary.get("params")),
+        "imbalance": medians.get("moe/imbalance", NAN),
+        "expert_load": _load(summary),
         "replay_match": summary.get("replay_match"),
         "leaf_root": summary.get("leaf_root"),
         "replay_difference": summary.get("replay_difference"),
@@ -153,6 +155,14 @@ def _kinds(summary: dict[str, Any]) -> dict[str, float]:
     ranks = [r for r in ranks if isinstance(r, dict)] if isinstance(ranks, list) else []
     kinds = max(ranks, key=lambda r: sum(v for v in map(number, r.values()) if v == v), default=None)
     return {str(k): number(v) for k, v in kinds.items() if number(v) >= 0} if isinstance(kinds, dict) else {}
+
+
+def _load(summary: dict[str, Any]) -> dict[str, list[float]]:
+    """From `experts.load`: by layer, each expert's share of the layer's tokens; layers with a damaged list are left out."""
+    load = dig(summary, "experts", "load")
+    lists = {str(k): numbers(v) for k, v in load.items()} if isinstance(load, dict) else {}
+    length = max(map(len, lists.values()), default=0)
+    return {k: v for k, v in lists.items() if length and len(v) == length}
 
 
 def _device(medians: dict[str, float]) -> dict[str, float]:

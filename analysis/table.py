@@ -21,6 +21,7 @@ DEFAULT = (
     "step_s",
     "peak_mem_gib",
     "determinism_price",
+    "imbalance",
     "steady_steps",
     "runs",
     "flags",

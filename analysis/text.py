@@ -17,6 +17,7 @@ TITLES = {
     "mfu_causal": "MFU causal %",
     "hfu": "HFU %",
     "step_s": "step s",
+    "imbalance": "expert load",
     "data_s": "data s",
     "peak_mem_gib": "peak GiB",
     "round_peak_mem_gib": "round peak GiB",

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from analysis.plots.bars import memory_by_kind, step_parts, time_spent
+from analysis.plots.experts import imbalance
 from analysis.plots.heat import heatmap
 from analysis.plots.knob import against, memory
 from analysis.plots.pareto import pareto
@@ -34,6 +35,7 @@ def draw(ranked: Ranked, points: pd.DataFrame) -> list[Plot]:
         step_parts(ranked),
         schedule(ranked),
         trace(ranked),
+        imbalance(ranked),
         time_spent(points),
     ]
     return [plot for plot in plots if plot]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.config import Train
+from train.parallel.balance import Balance
 from train.parallel.base import DataParallel
 from train.parallel.round import Round
 from train.saved import complete
@@ -25,10 +26,11 @@ class Checkpoints:
     """Saves and restores one rank's share. `group`: for host tensors, of all ranks; None with one rank."""
 
     def __init__(
-        self, cfg: Train, folder: Path, dp: DataParallel, rounds: Round | None, rank: int, world: int, group: Any
-    ) -> None:
+        self, cfg: Train, folder: Path, dp: DataParallel, rounds: Round | None, rank: int, world: int, group: Any,
+        balance: Balance | None = None,
+    ) -> None:  # fmt: skip
         self._cfg, self._folder, self._dp, self._rounds = cfg, folder, dp, rounds
-        self._rank, self._world, self._group = rank, world, group
+        self._rank, self._world, self._group, self._balance = rank, world, group, balance
         self._cuda = cfg.device == "cuda"
         # equal on all ranks: torch.distributed.checkpoint then writes each tensor once, sharing the work
         whole = cfg.reduction.name == "ddp" and cfg.parallelism.dp_replicate == world and rounds is None
@@ -46,6 +48,8 @@ class Checkpoints:
         state = {f"{self._prefix}{name}": tensor for name, tensor in self._dp.state_dict().items()}
         if self._rounds is not None:
             state |= {f"{self._prefix}round/{name}": t for name, t in self._rounds.state_dict().items()}
+        if self._balance is not None:
+            state |= {f"{self._prefix}{name}": t for name, t in self._balance.state_dict().items()}
         return state
 
     def _random(self) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class Model:
     heads: int = "???"  # type: ignore[assignment]  # query heads
     kv_heads: int = "???"  # type: ignore[assignment]  # key/value heads; divides heads (grouped-query attention)
     head_dim: int = "???"  # type: ignore[assignment]  # need not be dim / heads
-    ffn: int = "???"  # type: ignore[assignment]  # hidden width of SwiGLU
+    ffn: int = "???"  # type: ignore[assignment]  # hidden width of SwiGLU; 0 in a model with experts
     vocab: int = "???"  # type: ignore[assignment]
     tied: bool = False  # LM head shares the embedding's weight
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before the rotation
@@ -48,6 +48,14 @@ class Model:
     # Llama 3.1's frequency scaling: {factor, low_freq_factor, high_freq_factor, original_max_position}; null for none
     rope_scaling: Optional[dict[str, float]] = None
     rope_cache: bool = True  # compute the cos/sin tables once per process instead of in every layer and recompute
+    experts: int = 0  # networks in place of each layer's feed-forward; 0: a dense model
+    experts_per_token: int = 0  # of which a token goes to so many
+    expert_ffn: int = 0  # hidden width of one expert
+    router_score: str = "softmax"  # softmax | sigmoid: of the router's logits
+    norm_topk: bool = True  # the chosen experts' weights add up to 1
+    balance: str = "none"  # none | aux_loss | aux_loss_free (a bias on the choice, moved once a step)
+    balance_coef: float = 1e-3  # weight of the auxiliary loss, or what a bias moves in a step
+    force_balance: bool = False  # experts in turn instead of the router's choice: for benchmarks
 
 
 @dataclass
@@ -76,6 +84,7 @@ class Parallelism:
     tp: Degree = 1  # ranks that share every layer's matrices
     async_tp: bool = False  # compiled layers overlap tp's gathers and scatters with their matmuls (GPUs)
     ep: Degree = 1  # ranks of dp_shard x cp x tp that share the experts; -1: the largest up to 8 that fits
+    dispatch: str = "torch"  # how tokens travel to their experts: torch | deepep
     # gpipe | 1f1b | interleaved_1f1b | looped_bfs | interleaved_zero_bubble | zbv | dualpipev; null: 1f1b, with pp_virtual
     # above 1 interleaved_1f1b
     pp_schedule: Optional[str] = None

@@ -28,7 +28,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import async_tp, context, pipeline, tensor
+from train.parallel import async_tp, balance, context, expert, pipeline, tensor
 from train.parallel.build import build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -87,6 +87,7 @@ class Rank:
         with torch.device("meta"):
             model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
             tensor.apply(model, self.dims)
+            expert.apply(model, cfg, self.dims)
             pipeline.prune(model, cfg, self.dims)
         context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
@@ -97,6 +98,7 @@ class Rank:
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them
             self.replay = passes.Replay(model, self.device)
+        self.balance = balance.Balance(model, m, self.dims) if m.experts else None
         self._reduction(model)
         kept = self.folder / f"memory-rank{self.rank}.pickle"
         self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
@@ -146,7 +148,7 @@ class Rank:
         assert cfg.global_batch is not None
         over_ranks = self.dims.size("cp") > 1
         kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
-        in_pieces = over_ranks and cfg.compile.name != "none"
+        in_pieces = (over_ranks or self.dims.size("ep") > 1) and cfg.compile.name != "none"
         self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
@@ -155,6 +157,7 @@ class Rank:
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
             loss_weight=1.0 if self.pipeline is None or self.pipeline.last else 0.0,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
+            more=balance.METRICS if self.balance is not None else (),
             extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
         )  # fmt: skip
 
@@ -223,8 +226,7 @@ class Rank:
             rows = torch.cat([self.rows(step, index) for index in range(accum)])
             data_s = time.perf_counter() - t
             loss = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
-            self.breakdown.backward_done()
-            return loss, self.dp.step(self.lr(step)), data_s
+            return loss, self.update(step), data_s
         for index in range(accum):
             t = time.perf_counter()
             rows = self.rows(step, index)
@@ -236,8 +238,14 @@ class Rank:
             part = loss.detach() / accum
             total = part if total is None else total + part
         assert total is not None
+        return total, self.update(step), data_s
+
+    def update(self, step: int) -> torch.Tensor:
+        """What follows the last backward of a step; the gradient norm."""
         self.breakdown.backward_done()
-        return total, self.dp.step(self.lr(step)), data_s
+        norm = self.dp.step(self.lr(step))
+        self.load = self.balance.step() if self.balance is not None else None
+        return norm
 
     def broken(self) -> Any:
         """The module that a fault breaks."""
@@ -261,7 +269,7 @@ class Rank:
         """All steps. Step n is read after step n+1 has been launched."""
         self.trace = Trace(self.cfg.profile, self.cfg.steps, self.folder, self.rank, self.device)
         self.checkpoints = checkpoint.Checkpoints(
-            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group
+            self.cfg, self.folder, self.dp, self.rounds, self.rank, self.world, self.host_group, self.balance
         )
         self.seed_generators()
         first = self.checkpoints.restore()
@@ -273,7 +281,7 @@ class Rank:
                 self.pipeline.timeline.align = self.dims.group("pp")
             with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
-            meter.results(loss, norm, data_s)
+            meter.results(loss, norm, data_s, self.load)
             if self.checkpoints.due(step):
                 meter.settle(before)
                 before = None
@@ -292,6 +300,8 @@ class Rank:
             self.replay.rewind()
             if self.rounds is not None:
                 self.rounds.restart()
+            if self.balance is not None:
+                self.balance.restart()
         self.seed_generators()
         for step in range(self.cfg.steps):
             self.heart.beat("replay", step)
@@ -322,6 +332,7 @@ class Rank:
             "rope_cache": cfg.model.rope_cache,
             "deterministic": bool(cfg.deterministic),
             "replay": cfg.replay,
+            "force_balance": cfg.model.force_balance,
             "micro_batch": cfg.micro_batch,
             "environment": {
                 k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))
@@ -346,6 +357,8 @@ class Rank:
             "attention_backend": self.attention,
             "attention_qualified": self.qualified,
             "params": flops.param_count(cfg.model),
+            "params_active": flops.param_count(cfg.model, active=True),
+            "experts": self.experts,
             "tokens_per_step": cfg.global_batch * cfg.seq_len,
             "seconds": self.seconds,
             "profiled_steps": self.trace.steps,
@@ -373,6 +386,7 @@ class Rank:
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
         result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
         self.report_pipeline(result)
+        self.experts = self.balance.report() if self.balance is not None else None
         if self.rank == 0:
             result["summary"] = self.summary()
         if self.replay is not None:

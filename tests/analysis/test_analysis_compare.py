@@ -69,6 +69,17 @@ def test_compare_says_what_else_changed(tmp_path, capsys):
     assert "- compile: layer → none" in lines and "- driver: 580.159 → 600.1" in lines
 
 
+def test_the_rows_are_named_by_what_was_swept(tmp_path, capsys):
+    """global_batch follows from micro_batch in a frozen configuration, and comes before it in the alphabet."""
+    points = [Point(mb, config={"global_batch": 2 * mb}, given=[f"micro_batch={mb}"]) for mb in (4, 8)]
+    a = write_sweep(tmp_path / "a", points)
+    base = tmp_path / "a.json"
+    base.write_text("\n".join(run(capsys, "baseline", a)[1]))
+    for one in (a, base):
+        _, lines, _ = run(capsys, "compare", one, a)
+        assert lines[2].split()[0] == "micro-batch"
+
+
 def test_nothing_to_compare(tmp_path, capsys):
     a, b = write_sweep(tmp_path / "a", [Point(4)]), write_sweep(tmp_path / "b", [Point(8), Point(16)])
     code, _, err = run(capsys, "compare", a, b)

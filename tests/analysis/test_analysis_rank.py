@@ -195,6 +195,7 @@ def test_a_measured_peak_that_varies_does_not_split_the_table(tmp_path):
         ("data-bound", Point(extra_metrics={"time/data": 0.1})),
         ("memory-tight", Point(memory_gib=138.0)),
         ("above-peak", Point(rate=90_000_000)),
+        ("forced-balance", Point(summary={"experts": {"load": {}, "forced": True}})),
     ],
 )
 def test_doubtful_rows_are_flagged(tmp_path, flag, point):

@@ -82,6 +82,22 @@ def test_all_parts_are_written(tmp_path):
     assert list(csv["micro_batch"]) == list(parquet["micro_batch"])
 
 
+def test_the_load_of_experts_is_a_column_and_a_plot(tmp_path):
+    load = {"layers.0": [0.5, 0.25, 0.25, 0.0], "layers.1": [0.25] * 4}
+    points = [
+        Point(mb, "fsdp", 1000 * mb, extra_metrics={"moe/imbalance": 1 + 1 / mb}, summary={"experts": {"load": load}})
+        for mb in (2, 4)
+    ]
+    folder = write_sweep(tmp_path / "s", points)
+    write_report(folder)
+    assert (folder / "plots" / "expert_load.svg").exists()
+    text = (folder / "report.md").read_text()
+    header, _, best, second = [line for line in text.splitlines() if line.startswith("|")][:4]
+    column = [c.strip() for c in header.split("|")].index("expert load")
+    assert [row.split("|")[column].strip() for row in (best, second)] == ["1.25", "1.5"]
+    assert pd.read_csv(folder / "summary.csv")["imbalance"].tolist() == [1.25, 1.5]
+
+
 @pytest.fixture(scope="module")
 def standard(tmp_path_factory):
     """The standard grid with its report."""

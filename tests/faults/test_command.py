@@ -232,6 +232,7 @@ def test_code_changed(tmp_path: Path) -> None:
     assert len(set(codes)) == 2  # the kept point was measured with the old code, and says so
 
 
+@pytest.mark.slow
 def test_snapshot_runs_whatever_the_checkout_becomes(tmp_path: Path) -> None:
     """The warm server is killed and the checkout broken while a sweep runs: the next points run the snapshot."""
     copy = tmp_path / "checkout"

@@ -1,7 +1,10 @@
 """FLOPs per token against torch's own counter."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from train import config
@@ -11,6 +14,15 @@ from train.model.transformer import Transformer
 
 BASE = {"name": "m", "dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocab": 70}
 ROWS, LENGTH = 2, 24
+CONF = Path(__file__).parents[2] / "conf"
+
+
+MOE = {**BASE, "ffn": 0, "experts": 5, "experts_per_token": 2, "expert_ffn": 20}
+
+
+def grouped_flops(x: tuple, w: tuple, *_: object, **__: object) -> int:
+    """Of a grouped matmul, which torch's counter has no formula for: rows by experts' matrices, or rows by rows."""
+    return 2 * x[0] * x[1] * w[-1]
 
 
 def counted(model: config.Model, mode: str) -> float:
@@ -20,7 +32,7 @@ def counted(model: config.Model, mode: str) -> float:
     built.init_weights(0)
     recompute.apply(built, config.Memory("m", mode))
     drawn = torch.randint(model.vocab, (ROWS, LENGTH + 1))
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops}) as counter:
         built(drawn[:, :-1], drawn[:, 1:]).backward()
     return counter.get_total_flops() / (ROWS * LENGTH)
 
@@ -32,6 +44,26 @@ def test_mfu_and_hfu_equal_torchs_counter(changes: dict) -> None:
     assert flops.flops_per_token(model, LENGTH)["hfu"] == counted(model, "none")
     assert flops.flops_per_token(model, LENGTH, "full")["hfu"] == counted(model, "full")
     assert flops.flops_per_token(model, LENGTH, "full")["mfu"] == counted(model, "none")
+
+
+@pytest.mark.parametrize("mode", ("full", "selective"))
+def test_experts_equal_torchs_counter(mode: str) -> None:
+    model = config.Model(**MOE)
+    assert flops.flops_per_token(model, LENGTH)["mfu"] == counted(model, "none")
+    assert flops.flops_per_token(model, LENGTH, mode, attention="math")["hfu"] == counted(model, mode)
+
+
+def test_experts_by_hand() -> None:
+    """moe_3b: 20 layers of 1024, 8 heads and 4 of keys and values of 128, 64 experts 704 wide of which 8 a token, 32k words."""
+    model = config.from_dict(config.Model, yaml.safe_load((CONF / "model" / "moe_3b.yaml").read_text()))
+    attention = 1024 * 1024 + 2 * 1024 * 512 + 1024 * 1024
+    expert, router = 3 * 1024 * 704, 1024 * 64
+    assert flops.matmul_params(model) == 20 * (attention + 8 * expert + router) + 1024 * 32768
+    assert flops.flops_per_token(model, 2048)["mfu"] == 6 * flops.matmul_params(model) + 12 * 20 * 8 * 128 * 2048
+    norms = 20 * (2 * 1024 + 2 * 128) + 1024
+    whole = 20 * (attention + 64 * expert + router) + 2 * 1024 * 32768 + norms
+    assert flops.param_count(model) == whole == 2_899_621_888
+    assert flops.param_count(model, active=True) == whole - 20 * 56 * expert
 
 
 def test_causal_credit_is_half_of_the_attention() -> None:

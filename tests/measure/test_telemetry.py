@@ -60,9 +60,10 @@ class Device:
         return self._get("reasons")
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
-        listed = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._get("processes")]
-        self.at += 1  # the last reading of a sample
-        return listed
+        try:
+            return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._get("processes")]
+        finally:
+            self.at += 1  # the last reading of a sample
 
 
 def watch(device: Device, scratch: Path, monkeypatch: pytest.MonkeyPatch, ours: set[int]) -> dict[str, Any]:

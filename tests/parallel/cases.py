@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from train import config
 from train.memory import levers
 from train.memory.offload import Offload
+from train.model.moe import MoE
 from train.model.transformer import Transformer
-from train.parallel import context, pipeline, tensor
+from train.parallel import context, expert, pipeline, tensor
+from train.parallel.balance import Balance
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
 
@@ -39,7 +41,11 @@ class Case:
     pp_schedule: str | None = None
     pp_virtual: int | None = None
     layers: int = 2
-    model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied
+    ep: int = 1
+    model: str = "transformer"  # transformer | tied | odd | even (sizes that 8 divides) | even_tied | even_moe
+    experts: int = 8  # even_moe
+    balance: str = "none"  # even_moe
+    balance_coef: float = 0.02
     qk_norm: bool = False
     kv_heads: int | None = None  # others than the model has
     memory: tuple[tuple[str, Any], ...] = ()  # keys of memory.*
@@ -62,6 +68,9 @@ class Outcome:
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # masters after each step
     model: dict[str, Tensor] = field(default_factory=dict)  # the weights that forward reads, after the last step
     traffic: dict[str, Any] = field(default_factory=dict)
+    imbalance: list[list[float]] = field(default_factory=list)  # even_moe: by step, mean and worst layer
+    routing: dict[str, Tensor] = field(default_factory=dict)  # even_moe: counts and biases after the last step
+    margin: float = float("inf")  # even_moe: the closest call between a chosen and a rejected expert
 
 
 class Odd(nn.Module):
@@ -101,11 +110,13 @@ def configuration(case: Case) -> config.Train:
             heads=heads,
             kv_heads=case.kv_heads or kv_heads,
             head_dim=8,
-            ffn=40,
+            ffn=0 if case.model == "even_moe" else 40,
             vocab=vocab,
             tied=case.model.endswith("tied"),
             qk_norm=case.qk_norm,
+            **(moe(case) if case.model == "even_moe" else {}),
         ),
+        grad_accum=case.grad_accum,
         seq_len=SEQ[even],
         parallelism=config.Parallelism(
             "test",
@@ -114,10 +125,10 @@ def configuration(case: Case) -> config.Train:
             cp=case.cp,
             cp_method=case.cp_method,
             tp=case.tp,
+            ep=case.ep,
             pp_schedule=case.pp_schedule,
             pp_virtual=case.pp_virtual,
         ),
-        grad_accum=case.grad_accum,
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
         memory=config.Memory("test", **dict(case.memory)),
         compile=config.Compile("layer" if case.compiled else "none"),
@@ -125,6 +136,14 @@ def configuration(case: Case) -> config.Train:
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
+
+
+def moe(case: Case) -> dict[str, Any]:
+    """What the configuration of a mixture of experts has besides."""
+    return {
+        "experts": case.experts, "experts_per_token": 2, "expert_ffn": 24,
+        "balance": case.balance, "balance_coef": case.balance_coef,
+    }  # fmt: skip
 
 
 def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Module:
@@ -137,6 +156,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
         model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
             tensor.apply(model, dims)
+            expert.apply(model, cfg, dims)
             pipeline.prune(model, cfg, dims)
             context.apply(model, dims, case.cp_method)
         model.to_empty(device="cpu")
@@ -166,22 +186,45 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     dims = Dims.of(cfg, world, rank, device)
     model = make_model(case, cfg, dims).to(device)
+    balance = Balance(model, cfg.model, dims) if case.model == "even_moe" else None
     dp = build(model, cfg, dims)
     cfg.micro_batch = ROWS // dims.size(*DATA) // case.grad_accum
     line = pipeline.Pipeline(model, cfg, dims, DTYPES[case.dtype]) if case.pp > 1 else None
     out = Outcome()
+    watch_margins(model, out)
     for step in range(case.steps):
         out.losses.append(one_step(dp, dims, case, step, device, line))
         with no_host_synchronisation(device):
             norm = dp.step(case.lr)
+            load = None if balance is None else balance.step()
         out.norms.append(float(norm))
+        if load is not None:
+            out.imbalance.append(load.tolist())
         out.gradients.append({k: v.cpu() for k, v in dp.full("exp_avg").items()})
         out.weights.append({k: v.cpu() for k, v in dp.full_weights().items()})
     out.traffic = dp.traffic()
+    if balance is not None:
+        out.routing = {name: t.clone() for name, t in balance.state_dict().items()}
     dp.close()  # waits for the weights that are still under way
-    if case.reduction != "fsdp" and case.tp == case.pp == 1:
+    if case.reduction != "fsdp" and case.tp == case.pp == case.ep == 1:
         out.model = {k: v.detach().cpu() for k, v in model.named_parameters()}
     return out
+
+
+def watch_margins(model: nn.Module, out: Outcome) -> None:
+    """Keep the smallest gap between the score of a chosen and of a rejected expert: routing is discontinuous there."""
+
+    @torch.compiler.disable
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, MoE)
+        with torch.no_grad():
+            k = module.cfg.experts_per_token
+            best = module.biased(module.scores(args[0].flatten(0, 1))).topk(k + 1).values
+            out.margin = min(out.margin, float((best[:, k - 1] - best[:, k]).min()))
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.register_forward_pre_hook(look)
 
 
 def all_data(rank: int, world: int) -> Dims:

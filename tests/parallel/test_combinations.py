@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+from tests.parallel.test_expert import MARGIN, alone
 from train.parallel import mesh
 from train.sweep import validate
 
@@ -32,7 +34,8 @@ combinations = st.tuples(
         layers=st.sampled_from([2, 3, 4]),
         grad_accum=st.sampled_from([1, 2, 4]),
         reshard=st.sampled_from([None, None, True, False, 2]),
-        model=st.sampled_from(["even", "even", "even_tied"]),
+        ep=st.sampled_from([1, 1, 1, 2, 4, 16]),
+        model=st.sampled_from(["even", "even", "even_tied", "even_moe", "even_moe"]),
         attention=st.just("flash"),
     ),
 )
@@ -45,7 +48,7 @@ def verdict(nproc: int, case: Case) -> str | None:
 
 
 def possible(nproc: int, c: Case) -> bool:
-    """The rules said once more, in another way: heads 8, KV heads 4, FFN 40, vocabulary 64, 16 positions."""
+    """The rules said once more, in another way: heads 8, KV heads 4, FFN 40, vocabulary 64, 16 positions, 8 experts."""
     if nproc % (c.pp * c.tp * c.cp):
         return False
     data = nproc // (c.pp * c.tp * c.cp)
@@ -62,12 +65,15 @@ def possible(nproc: int, c: Case) -> bool:
     if cut and c.cp > 1 and c.cp_method == "ulysses":
         cut = heads % c.cp == 0 and (kv_heads % c.cp == 0 or c.cp % kv_heads == 0)
     stages = c.pp == 1 or (
-        c.layers >= c.pp and c.grad_accum >= c.pp and c.model == "even" and c.reshard in (None, False)
+        c.layers >= c.pp and c.grad_accum >= c.pp and c.model != "even_tied" and c.reshard in (None, False)
     )
     reshard = c.reshard is None or c.reduction == "fsdp"
     if reshard and c.reshard == 2 and c.reshard is not True:
         reshard = shards * c.cp > 2 and shards * c.cp % 2 == 0
-    return layout and cut and stages and reshard
+    experts = c.ep == 1 or (
+        c.model == "even_moe" and c.reduction not in ZERO2 and 8 % c.ep == 0 and (shards * c.cp * c.tp) % c.ep == 0
+    )
+    return layout and cut and stages and reshard and experts
 
 
 @settings(max_examples=500, deadline=None)
@@ -120,3 +126,23 @@ def test_four_ranks_start_and_are_right(four: Ranks, case: Case) -> None:
 @pytest.mark.parametrize("case", drawn(12, 8), ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}-{c.cp_method}")
 def test_eight_ranks_start_and_are_right(eight: Ranks, case: Case) -> None:
     assert_equal_runs(eight.run(cases.train, case), reference(case), [FP64] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"reduction": "fsdp", "ep": 4, "tp": 2, "dp_replicate": 2},
+        {"reduction": "fsdp", "ep": 2, "cp": 2, "tp": 2},
+        {"reduction": "fsdp", "ep": 8, "cp": 2},
+        {"reduction": "fsdp", "ep": 2, "tp": 2, "pp": 2, "grad_accum": 2},
+        {"reduction": "ddp", "ep": 4, "cp": 2, "tp": 2},
+    ],
+    ids=str,
+)
+def test_eight_ranks_with_experts(eight: Ranks, layout: dict[str, Any]) -> None:
+    case = Case(model="even_moe", balance="aux_loss_free", **layout)
+    assert verdict(8, case) is None
+    expected = alone(case)
+    assert expected.margin > MARGIN
+    assert_equal_runs(eight.run(cases.train, case), expected, [FP64] * 3)

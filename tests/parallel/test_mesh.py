@@ -55,6 +55,47 @@ def test_refused(reduction: str, degrees: tuple[int, int], message: str) -> None
     assert str(e.value) == message
 
 
+def experts(nproc: int, count: int, ep: int | str, reduction: str = "fsdp", **degrees: int) -> int:
+    cfg = config.Train(
+        parallelism=config.Parallelism("test", ep=ep, **degrees), reduction=config.Reduction(reduction),
+        model=config.Model(experts=count),
+    )  # fmt: skip
+    return mesh.resolve(cfg, nproc)["ep"]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "count", "degrees", "expected"),
+    [
+        (6, 128, {}, 2),  # the scaling guide's example
+        (8, 0, {}, 1),
+        (8, 128, {}, 8),
+        (64, 128, {}, 8),
+        (64, 128, {"dp_replicate": 16}, 4),
+        (8, 12, {}, 4),
+        (7, 128, {}, 1),
+        (8, 128, {"tp": 2}, 8),
+    ],
+    ids=str,
+)
+def test_ep_auto(nproc: int, count: int, degrees: dict[str, int], expected: int) -> None:
+    assert experts(nproc, count, "auto", **degrees) == experts(nproc, count, -1, **degrees) == expected
+
+
+@pytest.mark.parametrize(
+    ("nproc", "count", "ep", "reduction", "message"),
+    [
+        (8, 0, 2, "fsdp", "parallelism.ep=2: model=??? has no experts; it must be 1 or auto"),
+        (8, 6, 4, "fsdp", "ep=4: must divide dp_shard x cp x tp = 8 and model.experts=6 (valid: 1, 2)"),
+        (8, 64, 2, "ddp", "ep=2: must divide dp_shard x cp x tp = 1 and model.experts=64 (valid: 1)"),
+        (8, 64, 2, "zero2o", "ep=2: zero2o goes with cp only; ddp and fsdp go with ep"),
+    ],
+)
+def test_ep_refused(nproc: int, count: int, ep: int, reduction: str, message: str) -> None:
+    with pytest.raises(config.ConfigError) as e:
+        experts(nproc, count, ep, reduction)
+    assert str(e.value).endswith(message)
+
+
 @given(
     st.sampled_from(["ddp", "zero2", "zero2o", "zero2rs", "fsdp"]),
     st.integers(1, 64),

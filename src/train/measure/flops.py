@@ -18,10 +18,11 @@ def matmul_params(model: Model) -> int:
     return model.layers * _layer_matmul_params(model) + model.vocab * model.dim
 
 
-def param_count(model: Model) -> int:
-    """All parameters, a tied head counted once."""
+def param_count(model: Model, active: bool = False) -> int:
+    """All parameters, a tied head counted once; `active`: of the experts those that a token goes to."""
     norms = model.layers * (2 * model.dim + 2 * model.head_dim * model.qk_norm) + model.dim
-    return matmul_params(model) + norms + (0 if model.tied else model.vocab * model.dim)
+    idle = 0 if active else model.layers * (model.experts - model.experts_per_token) * _expert_params(model)
+    return matmul_params(model) + idle + norms + (0 if model.tied else model.vocab * model.dim)
 
 
 def flops_per_token(
@@ -47,7 +48,7 @@ def flops_per_token(
     if recompute == "none":
         again = 0.0
     elif recompute == "full":
-        skipped = 0 if in_pieces else model.dim * model.ffn
+        skipped = 0 if in_pieces else _down_params(model)
         again = 2 * (_layer_matmul_params(model) - skipped) + attention_forward / model.layers
     elif recompute == "selective":
         again = _selective(model, targets) + (0 if _keeps(attention, targets) else attention_forward / model.layers)
@@ -58,8 +59,10 @@ def flops_per_token(
 
 def _selective(model: Model, targets: list[str] | None) -> float:
     """Matmul FLOPs of a layer and token that selective recompute runs again (w_down's result is never needed)."""
+    grouped = model.experts_per_token * _expert_params(model) - _down_params(model) if model.experts else 0
+    plain = _layer_matmul_params(model) - _down_params(model) - grouped
     if targets is not None:
-        return 0.0 if "aten::mm" in targets else 2.0 * (_layer_matmul_params(model) - model.dim * model.ffn)
+        return 2.0 * ((0 if "aten::mm" in targets else plain) + (0 if "aten::_grouped_mm" in targets else grouped))
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     square = 2 * (q == model.dim) + 2 * (kv == model.dim) + 2 * (model.ffn == model.dim)  # wq, wo; wk, wv; gate, up
     return 2.0 * square * model.dim**2
@@ -76,4 +79,14 @@ def _keeps(attention: str, targets: list[str] | None) -> bool:
 
 def _layer_matmul_params(model: Model) -> int:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return model.dim * (q + 2 * kv) + q * model.dim + 3 * model.dim * model.ffn
+    experts = model.experts_per_token * _expert_params(model) + model.dim * model.experts  # and the router
+    return model.dim * (q + 2 * kv) + q * model.dim + 3 * model.dim * model.ffn + experts
+
+
+def _expert_params(model: Model) -> int:
+    return 3 * model.dim * model.expert_ffn
+
+
+def _down_params(model: Model) -> int:
+    """Weights of the layer's last matmul that a token meets."""
+    return model.dim * (model.ffn + model.experts_per_token * model.expert_ffn)

@@ -28,7 +28,7 @@ class Pending:
     step: int
     mark: Any  # CUDA event or perf_counter seconds
     data_s: float = 0.0
-    host: Optional[torch.Tensor] = None  # [2] loss, grad_norm on the host
+    host: Optional[torch.Tensor] = None  # [2 + more] loss, grad_norm, … on the host
     ready: Any = None
     end: Any = None  # mark, where something that is not part of the step follows it
     peak: float = 0.0
@@ -47,6 +47,7 @@ class Meter:
     path: Optional[Path]  # metrics.jsonl, on rank 0
     group: Any = None  # gloo group for host-side gathers
     loss_weight: float = 1.0  # of this rank in the mean over ranks: 0 where the pipeline's last stage isn't
+    more: tuple[str, ...] = ()  # names of what `results` gets besides; of a step the largest over ranks
     extra: Any = None  # callable(step) → more keys, on rank 0
     current: Optional[Pending] = None
     waiting: list[dict[str, float]] = field(default_factory=list)
@@ -94,16 +95,20 @@ class Meter:
         self.step_peak = max(self.step_peak, step.peak)
         self.round_peak = max(self.round_peak, step.peak)
 
-    def results(self, loss: torch.Tensor, grad_norm: torch.Tensor, data_s: float) -> None:
-        """Loss (this rank's mean) and gradient norm of the current step, copied to the host without waiting."""
+    def results(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor, data_s: float, more: Optional[torch.Tensor] = None
+    ) -> None:
+        """Loss (this rank's mean), gradient norm and what `more` names, copied to the host without waiting."""
         assert self.current is not None
         self.current.data_s = data_s
-        both = torch.stack([loss.detach().double(), grad_norm.detach().double()])
+        values = torch.stack([loss.detach().double(), grad_norm.detach().double()])
+        if more is not None:
+            values = torch.cat((values, more.detach().double()))
         if self.device.type == "cuda":
-            self.current.host = torch.empty(2, dtype=torch.float64, pin_memory=True)
-            self.current.host.copy_(both, non_blocking=True)
+            self.current.host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self.current.host.copy_(values, non_blocking=True)
         else:
-            self.current.host = both
+            self.current.host = values
 
     def finish(self, before: Optional[Pending], last: bool) -> None:
         """Read a finished step, and gather and write what is due. Raises NonFinite on every rank alike."""
@@ -115,7 +120,7 @@ class Meter:
             else:
                 seconds = end - begin
             assert before.host is not None
-            loss, norm = before.host.tolist()
+            loss, norm, *more = before.host.tolist()
             self.slowest = max(self.slowest, seconds)
             self.waiting.append(
                 {
@@ -126,6 +131,7 @@ class Meter:
                     "loss": loss,
                     "norm": norm,
                     "weight": self.loss_weight,
+                    **dict(zip(self.more, more, strict=True)),
                 }
             )
         if self.waiting and (last or len(self.waiting) >= self.interval):
@@ -133,7 +139,7 @@ class Meter:
 
     def _flush(self) -> None:
         """One gather for all steps since the last one."""
-        keys = ("seconds", "data", "peak", "loss", "norm", "weight")
+        keys = ("seconds", "data", "peak", "loss", "norm", "weight", *self.more)
         mine = torch.tensor([[w[k] for k in keys] for w in self.waiting], dtype=torch.float64)
         if self.world > 1:
             every = [torch.empty_like(mine) for _ in range(self.world)]
@@ -172,6 +178,7 @@ class Meter:
             "loss": float((row[:, 3] * row[:, 5]).sum() / row[:, 5].sum()),
             "grad_norm": float(row[:, 4].max()),
         }
+        line |= {name: float(row[:, 6 + i].max()) for i, name in enumerate(self.more)}
         if self.peak_flops:
             for key, flops in self.flops_per_token.items():
                 line[f"perf/{key}"] = 100 * per_device * flops / self.peak_flops

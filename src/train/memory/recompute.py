@@ -24,6 +24,7 @@ KEPT = (
     "aten::addmm",
     "aten::_scaled_mm",
     "aten::_grouped_mm",
+    "mfu_sweep::loop_mm",  # what stands in for it
     "aten::_scaled_grouped_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -34,6 +35,8 @@ KEPT = (
 )
 #: Kept whatever memory.targets says: a collective that one rank runs again and another doesn't is a deadlock.
 ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "train_cp")
+#: Kept by full recompute too: of two experts whose scores are all but equal, a second run could choose the other one
+ROUTING = "aten::topk"
 
 
 def apply(model: Transformer, cfg: config.Memory) -> None:
@@ -49,10 +52,18 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if cfg.recompute == "selective":
         again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, Keep(cfg.targets))
+    elif model.cfg.experts:
+        again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_routing)
     for index, block in model.layers.named_children():  # its index in the whole model, whatever a rank has of it
         assert isinstance(block, Block)
         on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
         block.recompute = again if on else None
+
+
+def keep_routing(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    """The policy of full recompute with experts: who was chosen, and the few integers that ranks told each other, are kept."""
+    numbers = op.namespace in ALWAYS and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
+    return CheckpointPolicy.MUST_SAVE if op._schema.name == ROUTING or numbers else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Keep:
@@ -63,7 +74,7 @@ class Keep:
         if targets is not None:
             check(targets)
         self.square_again = targets is None
-        self.names = frozenset(KEPT if targets is None else targets) | frozenset(ALWAYS)
+        self.names = frozenset(KEPT if targets is None else targets) | {*ALWAYS, ROUTING}
 
     def __call__(self, _: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         name = op._schema.name

@@ -17,6 +17,7 @@ from train import config, seeds
 from train.model import rope
 from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
+from train.model.moe import MoE
 
 Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
 
@@ -65,22 +66,26 @@ class Block(nn.Module):
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
-        self.recompute: Callable[..., Tensor] | None = None  # see train.memory.recompute
-        self.in_pieces: Callable[..., Tensor] | None = None  # compiled, where it can't be one graph
+        self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
+        self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-        self.ffn = FeedForward(cfg)
+        self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         layer = self._layer if self.in_pieces is None else self.in_pieces
-        if self.recompute is not None:
-            return self.recompute(layer, x, cos, sin)
-        return layer(x, cos, sin)
+        out = layer(x, cos, sin) if self.recompute is None else self.recompute(layer, x, cos, sin)
+        if isinstance(self.ffn, MoE):
+            out, counts = out
+            self.ffn.count(counts)  # here: what is inside may run twice
+        return out
 
-    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        """The layer's output; with experts a tuple of it and of the tokens that chose each expert."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))
+        out = self.ffn(self.ffn_norm(x))
+        return (x + out[0], out[1]) if isinstance(self.ffn, MoE) else x + out
 
 
 class Transformer(nn.Module):
@@ -119,12 +124,12 @@ class Transformer(nn.Module):
     def compile_layers(self) -> None:
         """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.
 
-        With cp a graph for each piece of a layer between what its attention exchanges with other ranks, and recompute outside:
-        torch traces a checkpoint as a whole or not at all.
+        With cp or ep a graph for each piece of a layer between what its attention or its experts exchange with other ranks,
+        and recompute outside: torch traces a checkpoint as a whole or not at all.
         """
         for block in self.layers:
             assert isinstance(block, Block)
-            if block.attention.across is None:
+            if block.attention.across is None and getattr(block.ffn, "exchange", None) is None:
                 block.compile(fullgraph=True)
             else:
                 block.in_pieces = torch.compile(block._layer)
@@ -137,6 +142,8 @@ class Transformer(nn.Module):
             shape = parameter.shape if self.cut is None else self.cut.whole_shape(name, parameter.shape)
             value = initial_value(self.cfg, name, shape, seed, parameter.device)
             parameter.copy_(value if self.cut is None else self.cut.part(name, value))
+        for buffer in self.buffers():
+            buffer.zero_()
 
 
 class Cut(Protocol):
@@ -161,6 +168,6 @@ def initial_value(cfg: config.Model, name: str, shape: torch.Size, seed: int, de
     """
     if len(shape) == 1:
         return torch.ones(shape, device=device)
-    std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith(("wo.weight", "w_down.weight")) else 0.02
+    std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith(("wo.weight", "w_down.weight", "experts.w_down")) else 0.02
     generator = torch.Generator(device).manual_seed(seeds.derive(seed, name))
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.parallel import tensor
+from train.parallel import expert, tensor
 from train.parallel.adamw import AdamW, norms
 from train.parallel.dims import Dims
 from train.parallel.traffic import Meter
@@ -46,8 +46,11 @@ class DataParallel(ABC):
 
     def full(self, kind: str = "weight") -> dict[str, Tensor]:
         """Copies of master weights (or "exp_avg", "exp_avg_sq") by parameter name, gathered whole on every rank. Collective."""
-        mine = {name: tensor.assemble(name, part, self._dims) for name, part in self.unsharded(kind).items()}
-        return self._dims.union_over_pp(mine)
+        whole = {}
+        for name, part in self.unsharded(kind).items():
+            of_experts = expert.is_expert(name)
+            whole[name] = expert.assemble(part, self._dims) if of_experts else tensor.assemble(name, part, self._dims)
+        return self._dims.union_over_pp(whole)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Master weights by parameter name, gathered whole on every rank."""
@@ -114,9 +117,13 @@ class GradNorm:
     def __init__(self, dims: Dims, names: Sequence[str], sharded: bool) -> None:
         """`names`: of the parameters, in the order of the gradients; `sharded`: over dp_shard x cp, by the reduction."""
         self._dims = dims
-        cut = [tensor.cut_dim(name) is not None for name in names] if dims.size("tp") > 1 else [True] * len(names)
+        apart = [expert.apart(name, dims) for name in names]
+        cut = [
+            each or dims.size("tp") == 1 or tensor.cut_dim(n) is not None for n, each in zip(names, apart, strict=True)
+        ]
         self._partial = [i for i, each in enumerate(cut) if not each]
-        shares = [1 / dims.copies(each, sharded) for each in cut]
+        of_expert = 1 if sharded else 1 / dims.size("expert_shard")
+        shares = [of_expert if a else 1 / dims.copies(c, sharded) for a, c in zip(apart, cut, strict=True)]
         self._shares = torch.tensor(shares, dtype=torch.float64, device=dims.device)
 
     def __call__(self, grads: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,9 @@ from train.parallel.traffic import Meter
 ISLAND = ("pp", "dp_shard", "cp", "tp")  # one copy of the training state
 DATA = ("dp_replicate", "dp_shard")  # ranks with other rows
 REDUCE = ("dp_replicate", "dp_shard", "cp")  # ranks with other tokens and the same weights
+EXPERT_DIMS = ("pp", "dp_replicate", "expert_shard", "ep")  # dp_shard x cp x tp = expert_shard x ep
+EXPERT_REDUCE = ("dp_replicate", "expert_shard")  # ranks with the same experts
+TOKENS = (*REDUCE, "tp")  # ranks with other positions between the layers' matrices
 
 
 class Dims:
@@ -34,6 +37,9 @@ class Dims:
         self._place: dict[str, int] = {}
         for name in reversed(DIMS):
             rank, self._place[name] = divmod(rank, degrees[name])
+        ep, at = degrees.get("ep", 1), self.index("dp_shard", "cp", "tp")
+        self.degrees = degrees | {"ep": ep, "expert_shard": self.size("dp_shard", "cp", "tp") // ep}
+        self._place |= {"expert_shard": at // ep, "ep": at % ep}
         self._pieces = sequence_pieces(cp_method, degrees["cp"], self._place["cp"])
         self._groups: dict[tuple[str, ...], Any] = {}
 
@@ -46,6 +52,12 @@ class Dims:
     def mesh(self) -> DeviceMesh:
         """The device mesh with the dimensions pp, dp_replicate, dp_shard, cp, tp. Collective on first use."""
         return init_device_mesh(self.device.type, tuple(self.degrees[d] for d in DIMS), mesh_dim_names=DIMS)
+
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks for the experts: dimensions pp, dp_replicate, expert_shard, ep. Collective on first use."""
+        sizes = tuple(self.degrees[d] for d in EXPERT_DIMS)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=EXPERT_DIMS)
 
     def size(self, *names: str) -> int:
         """Ranks along these dimensions together."""
@@ -63,7 +75,8 @@ class Dims:
         if self.size(*names) == self.world:
             return self._whole or dist.group.WORLD
         if names not in self._groups:
-            part = self.mesh[names[0]] if len(names) == 1 else self.mesh[names]._flatten("_".join(names))
+            mesh = self.expert_mesh if set(names) & {"expert_shard", "ep"} else self.mesh
+            part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
             self._groups[names] = part.get_group()
         return self._groups[names]
 
@@ -79,6 +92,11 @@ class Dims:
         ranks = (first + stride * torch.arange(copies * size)).view(copies, size)
         groups = [self.group("dp_replicate"), shards]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("dp_replicate", "shard"))
+
+    @functools.cached_property
+    def expert_shard_mesh(self) -> DeviceMesh:
+        """For fully_shard of experts: [dp_replicate, expert_shard] or, with one copy, [expert_shard]."""
+        return self.expert_mesh["expert_shard" if self.size("dp_replicate") == 1 else EXPERT_REDUCE]
 
     def copies(self, cut: bool, sharded: bool) -> int:
         """Ranks of an island with the same piece of a parameter: `cut` over tp or not, `sharded` over dp_shard x cp or not."""

@@ -3,6 +3,7 @@
 Parameters are the fp32 masters; with a lower compute dtype they are gathered in it and gradients are reduced in fp32.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.parallel import expert
 from train.parallel.adamw import AdamW, Piece, clip_scale
 from train.parallel.base import DataParallel, GradNorm, trainable
 from train.parallel.dims import Dims
@@ -38,6 +40,7 @@ class Fsdp(DataParallel):
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._copies, self._shards = dims.size("dp_replicate"), dims.size("dp_shard", "cp")
+        self._expert_shards = dims.size("expert_shard")
         devices = dims.shard_mesh
         # a pipeline has several micro-batches under way at once: their layers would be gathered again and again
         chunks = getattr(model, "chunks", ())
@@ -50,6 +53,7 @@ class Fsdp(DataParallel):
         self.meter = dims.meter
         self.module: Any = self._wrap(model, chunks or (model,), devices, cfg.reduction.prefetch)
         self._named: list[tuple[str, DTensor]] = [(n, p) for n, p in trainable(model) if isinstance(p, DTensor)]
+        self._apart = [expert.apart(n, dims) for n, _ in self._named]
         self._norm = GradNorm(dims, [n for n, _ in self._named], sharded=True)
         self._pieces = [Piece(n, cast(DTensor, p.detach()).to_local(), p.ndim >= 2) for n, p in self._named]
         self._owner = Optimizers(cfg, device).make(self._pieces)
@@ -68,24 +72,31 @@ class Fsdp(DataParallel):
         # masters, and gradients as they are reduced, in host memory; on a CPU that is where they are
         offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
+        shard = functools.partial(
+            fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
+        )
         for block in self._blocks:
-            fully_shard(
-                block, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
-            )
+            experts = getattr(getattr(block, "ffn", None), "experts", None)
+            if experts is not None and self._dims.size("ep") * self._dims.size("tp") > 1:
+                mesh = self._dims.expert_shard_mesh
+                shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
+            shard(block, mesh=devices, shard_placement_fn=functools.partial(_placement, shards=devices.size(-1)))
         self._prefetch(prefetch)
         for root in roots:
-            fully_shard(
-                root, mesh=devices, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
-            )
+            shard(root, mesh=devices)
         return model
 
     def _prefetch(self, depth: int | None) -> None:
-        """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes."""
-        if depth is None:
-            return
+        """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes; and a layer's
+        experts with it, as their dispatch waits for counts: the host is late to ask for them."""
         for index, block in enumerate(self._blocks):
-            block.set_modules_to_forward_prefetch(self._blocks[index + 1 : index + 1 + depth])
-            block.set_modules_to_backward_prefetch(self._blocks[max(0, index - depth) : index][::-1])
+            ahead = self._blocks[index + 1 : index + 1 + (depth or 0)]
+            experts = getattr(getattr(block, "ffn", None), "experts", None)
+            apart = [experts] if isinstance(experts, FSDPModule) else []
+            if apart or depth is not None:
+                block.set_modules_to_forward_prefetch([*apart, *ahead])
+            if depth is not None:
+                block.set_modules_to_backward_prefetch(self._blocks[max(0, index - depth) : index][::-1])
 
     @contextmanager
     def micro_step(self, index: int, count: int) -> Iterator[None]:
@@ -105,6 +116,10 @@ class Fsdp(DataParallel):
             grad = p.grad
             grads.append(grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.tensor))
             p.grad = None
+        # fully_shard has averaged over the ranks with the same experts; the mean is over those with other rows or positions
+        share = self._dims.size("tp") / self._dims.size("ep")
+        if any(self._apart) and share != 1:
+            torch._foreach_mul_([g for g, apart in zip(grads, self._apart, strict=True) if apart], share)
         norm = self._norm(grads)
         grads = [grad for grad in grads if grad.numel()]  # a rank may own nothing of a small parameter
         dtype = self._pieces[0].tensor.dtype
@@ -138,11 +153,13 @@ class Fsdp(DataParallel):
         in_blocks = {id(p) for block in self._blocks for p in block.parameters()}
         reductions = 1 if self._once else self._micro_batches
         sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        for _, p in self._named:
-            shard = -(-p.shape[0] // self._shards) * (p.numel() // p.shape[0])  # rows are padded to the shards
+        for (_, p), apart in zip(self._named, self._apart, strict=True):
+            shards = self._expert_shards if apart else self._shards
+            at = cast(Shard, p.placements[-1]).dim
+            shard = -(-p.shape[at] // shards) * (p.numel() // p.shape[at])  # rows are padded to the shards
             times = first + (again if id(p) in in_blocks else 0)
-            sent["all_gather"] += int(times * shard * self._compute.itemsize * (self._shards - 1))
-            sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (self._shards - 1)
+            sent["all_gather"] += int(times * shard * self._compute.itemsize * (shards - 1))
+            sent["reduce_scatter"] += reductions * shard * p.dtype.itemsize * (shards - 1)
             sent["all_reduce"] += 2 * shard * p.dtype.itemsize * (self._copies - 1) // self._copies
         sent |= self.meter.report()["bytes"]  # by others than fully_shard
         return {"bytes": {k: v for k, v in sent.items() if v}, "exposed_s": None, "exposed_s_mean": None, "steps": 0}
@@ -156,3 +173,9 @@ class Fsdp(DataParallel):
     def close(self) -> None:
         if self._own_group:
             dist.destroy_process_group()
+
+
+def _placement(p: nn.Parameter, shards: int) -> Shard:
+    """Experts by number; where there are fewer than shards, or not as many for each, by their first width if that divides."""
+    by_width = p.ndim == 3 and p.shape[0] % shards and p.shape[1] % shards == 0
+    return Shard(1 if by_width else 0)

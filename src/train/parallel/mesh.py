@@ -93,10 +93,16 @@ def _check_reduction(cfg: Train, got: dict[str, int]) -> None:
 def _experts(cfg: Train, got: dict[str, int]) -> int:
     """ep: given, or the largest degree up to MAX_AUTO_EP that divides the island and the experts and is a multiple of cp."""
     want, island = _degree(cfg, "ep"), got["dp_shard"] * got["cp"] * got["tp"]
-    experts = getattr(cfg.model, "experts", 0)
+    experts = cfg.model.experts
     if not experts:
         if want > 1:
             raise ConfigError("parallelism.ep", want, f"model={cfg.model.name} has no experts; it must be 1 or auto")
+        return 1
+    if cfg.round.name != "none":
+        if want > 1:
+            raise ConfigError(
+                "parallelism.ep", want, f"round={cfg.round.name} goes with data parallel only; it must be 1"
+            )
         return 1
     fits = [d for d in range(1, island + 1) if island % d == 0 and experts % d == 0]
     if want == OPEN:
@@ -128,6 +134,11 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
             common = math.gcd(m.heads, m.kv_heads, m.ffn, m.vocab)
             valid = _list(d for d in range(1, common + 1) if common % d == 0)
             raise ConfigError("parallelism.tp", tp, f"must divide model.{key}={size} (valid: {valid})")
+    if cfg.memory.optimizer_offload == "full":
+        for name in ("tp", "ep") if cfg.reduction.name == "ddp" else ("tp",):
+            if degrees[name] > 1:
+                why = "hands gradients to the host as backward makes them, before other ranks' parts are added up; must be 1"
+                raise ConfigError(f"parallelism.{name}", degrees[name], f"memory.optimizer_offload=full {why}")
     if cfg.parallelism.async_tp:
         _check_async_tp(cfg, tp)
     keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * cp
@@ -135,8 +146,9 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
         few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
         why = f"must be true, false or a divisor between 1 and dp_shard x cp = {shards} (valid: {few})"
         raise ConfigError("reduction.reshard_after_forward", keep, why)
-    if cp > 1 and cfg.memory.recompute == "selective" and cfg.compile.name != "none":
-        why = "torch can't keep parts of a layer that cp has compiled in pieces; use full, or compile=none"
+    exchange = next((name for name in ("cp", "ep") if degrees[name] > 1), None)
+    if exchange and cfg.memory.recompute == "selective" and cfg.compile.name != "none":
+        why = f"torch can't keep parts of a layer that {exchange} has compiled in pieces; use full, or compile=none"
         raise ConfigError("memory.recompute", "selective", why)
     if cp > 1 and cfg.parallelism.cp_method == "ulysses":
         _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)

@@ -12,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.parallel import expert
 from train.parallel.adamw import AdamW, Piece, clip_scale, master_dtype
 from train.parallel.base import DataParallel, GradNorm, trainable
-from train.parallel.dims import REDUCE, Dims
+from train.parallel.dims import EXPERT_REDUCE, REDUCE, Dims
 
 UPDATE_BYTES = 256 << 20  # fp32 copies of bf16 gradients alive at once: bounds the peak, still large for a kernel
 
@@ -28,6 +29,9 @@ class Replicated(DataParallel):
         self._dims, self._world, self._optim, self._device, self._group = dims, world_size, cfg.optim, device, group
         self._named = trainable(model)
         self._norm = GradNorm(dims, [name for name, _ in self._named], sharded=False)
+        self._apart = [
+            p for name, p in self._named if expert.apart(name, dims)
+        ]  # reduced over other ranks than the rest
         self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
@@ -45,6 +49,11 @@ class Replicated(DataParallel):
         if world_size > 1 and not self._after:
             # Dynamo would cut every compiled layer at DDP's bucket boundaries; a layer is one graph, and buckets leave between
             torch._dynamo.config.optimize_ddp = False
+            # buffers are counts of a rank's own tokens, and what all ranks compute alike
+            ignored = [name for name, _ in self._named if expert.apart(name, dims)] + [
+                n for n, _ in model.named_buffers()
+            ]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
             self.module = DistributedDataParallel(
                 model,
                 process_group=group,
@@ -73,16 +82,25 @@ class Replicated(DataParallel):
         if last and self._world > 1:  # backward returns once the last bucket is reduced
             self.meter.exposed("all_reduce", self._compute_done, self.meter.mark())
 
-    def _reduce(self) -> None:
-        """Sums over ranks, in place, of all gradients: in buckets, one on its way while the next is put together."""
+    def _reduce_in_buckets(self) -> None:
+        """What DDP doesn't: a pipeline's gradients, and those of experts over the ranks that have the same ones. `step` divides
+        all of them by the ranks with other rows or positions."""
+        if self._after and self._world > 1:
+            apart = set(self._apart)
+            self._reduce([p for _, p in self._named if p not in apart], self._world, self._group)
+        if self._apart and (size := self._dims.size(*EXPERT_REDUCE)) > 1:
+            self._reduce(self._apart, size, self._dims.group(*EXPERT_REDUCE))
+
+    def _reduce(self, parameters: list[nn.Parameter], size: int, group: Any) -> None:
+        """Sums of gradients over `size` ranks, in place: in buckets, one on its way while the next is put together."""
         with self.meter.waiting("all_reduce"):
             sent: tuple[list[Tensor], Tensor, Any] | None = None
-            for grads in [*_buckets([p.grad for _, p in self._named if p.grad is not None], self._bucket), None]:
+            for grads in [*_buckets([p.grad for p in parameters if p.grad is not None], self._bucket), None]:
                 now = None
                 if grads is not None:
                     flat = torch.cat([g.reshape(-1) for g in grads])
-                    self.meter.sent("all_reduce", 2 * flat.nbytes * (self._world - 1) // self._world)
-                    now = grads, flat, dist.all_reduce(flat, group=self._group, async_op=True)
+                    self.meter.sent("all_reduce", 2 * flat.nbytes * (size - 1) // size)
+                    now = grads, flat, dist.all_reduce(flat, group=group, async_op=True)
                 if sent is not None:
                     sent[2].wait()
                     parts = sent[1].split([g.numel() for g in sent[0]])
@@ -94,8 +112,7 @@ class Replicated(DataParallel):
         for _, p in self._named if not self._offloaded or self._after else ():
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
-        if self._after and self._world > 1:
-            self._reduce()
+        self._reduce_in_buckets()
         if self._offloaded:
             return self._offloaded_step(lr)
         norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world

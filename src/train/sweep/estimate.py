@@ -5,14 +5,13 @@ from statistics import median
 from typing import Any, Optional
 
 from train.config import Train
+from train.measure.flops import matmul_params
 
 
 def work(cfg: Train) -> float:
     """Tokens times the width of the model's matmuls: proportional to a point's training time on the same devices."""
-    m = cfg.model
-    layer = m.dim * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * m.dim * m.ffn
     rows = cfg.global_batch or cfg.micro_batch
-    return float(cfg.steps * rows * cfg.seq_len * (m.layers * layer + m.dim * m.vocab))
+    return float(cfg.steps * rows * cfg.seq_len * matmul_params(cfg.model))
 
 
 @dataclass

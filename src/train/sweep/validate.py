@@ -17,6 +17,7 @@ from train.config import ConfigError, Data, Train
 from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
+from train.model import moe_rules
 from train.names import nearest
 from train.parallel import mesh, stages
 
@@ -29,6 +30,7 @@ CHOICES = {
     "round.name": ("none", "delta"),
     "attention.name": ("auto", "flash", "cudnn", "efficient", "math"),
     **memory_rules.CHOICES,
+    **moe_rules.CHOICES,
 }
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
 RANGES: dict[str, tuple[float, float]] = {
@@ -48,7 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.heads": (1, 2**16),
     "model.kv_heads": (1, 2**16),
     "model.head_dim": (2, 2**14),
-    "model.ffn": (1, 2**22),
+    "model.ffn": (0, 2**22),
     "model.vocab": (1, 2**26),
     "model.norm_eps": (0, 1),
     "model.rope_theta": (1, 10**12),
@@ -72,6 +74,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "launch.first_step_timeout": (1, 10**7),
     "launch.hang_seconds": (1, 10**7),
     **memory_rules.RANGES,
+    **moe_rules.RANGES,
 }
 
 
@@ -233,6 +236,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         memory_rules.combination(cfg, nproc)
+        moe_rules.combination(cfg)
         if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
             raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
         if cfg.replay and cfg.checkpoint.every is not None:

@@ -1,0 +1,72 @@
+"""moe_3b on one GPU, seq 2048, micro-batch 8, compiled: this project's routing, forced even routing, and torchtitan beside it.
+
+    python -m benchmarks.gpu_moe                     # the three rows, at most 530 s
+    python -m benchmarks.gpu_moe --json moe.json     # as JSON too
+    python -m benchmarks.gpu_moe --no-peer           # without torchtitan (benchmarks/peers says what it needs)
+
+The last line is the ratio of the first row to torchtitan's. Not measured on a GPU yet: docs/results has no table of it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.gpu_memory import ROOT, Part, Row, one
+
+MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
+CASES = {
+    "router": ["model.balance=none"],
+    "forced even": ["model.balance=none", "model.force_balance=true"],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=530, help="nothing is started that would end later")
+    parser.add_argument("--out", type=Path, help="where run folders go; a temporary folder by default")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-peer", action="store_true")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out or Path(scratch)
+        rows = [one(Part(f"moe, {name}", [*MOE, *keys], ["none"]), "none", out, end) for name, keys in CASES.items()]
+    rows += [] if args.no_peer else [peer(end)]
+    for row in rows:
+        speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
+        print(f"{row.part:20} {row.status:10} {speed}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if not args.no_peer and rows[0].tokens_per_s and rows[-1].tokens_per_s:
+        print(f"router / torchtitan: {rows[0].tokens_per_s / rows[-1].tokens_per_s:.2f}")
+    return 0 if all(row.status == "ok" for row in rows) else 1
+
+
+def peer(end: float) -> Row:
+    """torchtitan's Qwen3 mixture of the same geometry."""
+    row = Row("torchtitan", "none", "not run")
+    command = [sys.executable, "torchtitan_dense.py", "moe_3b", "2048", "8", "none", "1"]
+    left = end - time.monotonic()
+    if left < 60:
+        return row
+    try:
+        done = subprocess.run(command, cwd=ROOT / "benchmarks/peers", capture_output=True, text=True, timeout=left)
+    except subprocess.TimeoutExpired:
+        row.status = "cut off"
+        return row
+    found = [line for line in done.stdout.splitlines() if line.startswith('{"peer"')]
+    if not found:
+        row.status = (done.stderr.strip().splitlines() or ["nothing printed"])[-1][:120]
+        return row
+    said = json.loads(found[-1])
+    row.status, row.tokens_per_s, row.peak_gib = "ok", said["tok_s"], said["peak_gib"]
+    return row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
