@@ -328,12 +328,3 @@ def test_the_command_line_trains_the_same_rows_under_every_layout(tmp_path: Path
         assert [summary[key] for key in SAME] == [plain[key] for key in SAME]
         assert losses == pytest.approx(expected, rel=1e-9)
         assert set(summary["traffic"]["bytes"]) == set(plain["traffic"]["bytes"]) | {sent}
-
-
-@pytest.mark.slow
-def test_compiled_replay_of_a_command_is_bit_for_bit(tmp_path: Path) -> None:
-    grid = ["parallelism.cp=2", "parallelism.cp_method=ulysses,ring", "reduction=fsdp", "compile=layer", "replay=true"]
-    done = train("-m", *TINY, *grid, "memory=full_recompute", "steps=3", "name=cp", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for folder in points(tmp_path / "outputs" / "cp").values():
-        assert status(folder)["summary"]["replay_match"] is True
