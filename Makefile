@@ -23,10 +23,10 @@ sweep: $(VENV_READY)
 	$(PYTHON) -m train -m reduction=zero2o,zero2 micro_batch=4,8,12
 
 test: $(VENV_READY)
-	$(PYTHON) -m pytest -q -n 2 -m "not slow and not gpu" --durations=10
+	$(PYTHON) -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
 
 test-all: $(VENV_READY)
-	$(PYTHON) -m pytest -q -n 2 -m "slow or gpu" --durations=20
+	$(PYTHON) -m pytest -q -n 2 --dist worksteal -m "slow or gpu" --durations=20
 
 check: $(VENV_READY)
 	$(PYTHON) -m ruff check .
@@ -36,6 +36,7 @@ check: $(VENV_READY)
 bench: $(VENV_READY)
 	$(PYTHON) benchmarks/analysis_load.py
 	$(PYTHON) benchmarks/overlap.py
+	$(PYTHON) benchmarks/sweep_overhead.py
 
 bench-gpu: $(VENV_READY)
 	$(PYTHON) -m benchmarks.gpu_step

@@ -38,6 +38,7 @@ class Baseline:
     name: str
     provenance: dict[str, list[str]]
     entries: list[Entry]
+    knobs: list[str] = field(default_factory=list)  # as the sweep's own table has them
 
 
 @dataclass
@@ -88,7 +89,7 @@ def from_ranked(name: str, ranked: Ranked) -> Baseline:
         entries.append(Entry(settings, str(row["status"]), *numbers))
     finished = rows[rows["group"] == 0]
     provenance = {k: sorted({str(v) for v in finished[k]}) for k in GATE}
-    return Baseline(name, provenance, entries)
+    return Baseline(name, provenance, entries, list(ranked.knobs))
 
 
 def _plain(value: Any) -> Any:
@@ -112,7 +113,7 @@ def to_json(baseline: Baseline) -> str:
         points.append({"settings": own, "status": e.status, **kept})
     content = {
         "kind": KIND, "schema": SCHEMA, "name": baseline.name, "provenance": baseline.provenance, "shared": shared,
-        "points": points,
+        "points": points, "knobs": baseline.knobs,
     }  # fmt: skip
     return json.dumps(content, indent=1, sort_keys=True, default=str) + "\n"
 
@@ -130,7 +131,7 @@ def _from_json(path: Path) -> Baseline:
             )
             for point in content["points"]
         ]
-        return Baseline(str(content["name"]), dict(content["provenance"]), entries)
+        return Baseline(str(content["name"]), dict(content["provenance"]), entries, list(content.get("knobs", [])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise BadInput(f"{path} is not a baseline (make one with: python -m analysis baseline DIR)") from None
 
@@ -215,10 +216,11 @@ def render(c: Comparison, form: str = "text") -> str:
 
 
 def _readable(c: Comparison) -> list[str]:
-    """The fewest knobs that tell the matched points apart, groups and plain keys before keys inside a group."""
+    """The fewest knobs that tell the matched points apart: those of the sweeps' tables first, keys inside a group last."""
+    named = [*c.a.knobs, *c.b.knobs]
     chosen: list[str] = []
     cells = 1
-    for knob in sorted(c.knobs, key=lambda k: ("." in k, k)):
+    for knob in sorted(c.knobs, key=lambda k: (k not in named, "." in k, k)):
         distinct = len({tuple(str(m.settings.get(k)) for k in [*chosen, knob]) for m in c.matches})
         if distinct > cells:
             chosen.append(knob)
@@ -227,7 +229,9 @@ def _readable(c: Comparison) -> list[str]:
 
 
 def _cells(m: Match, knobs: list[str]) -> list[str]:
-    interval = f"{m.low:.4f} to {m.high:.4f}" if m.low == m.low and m.low != m.high else ""
+    interval = (
+        f"{m.low:.4f} to {f'{m.high:.4f}' if m.high < 100 else '> 100'}" if m.low == m.low and m.low != m.high else ""
+    )
     rates = [cell(e.tokens_per_s, "tokens_per_s") if e.status == "ok" else e.status for e in (m.a, m.b)]
     memory = " → ".join(cell(e.peak_mem_gib) or "?" for e in (m.a, m.b))
     ratio = f"{m.ratio:.4f}" if m.ratio == m.ratio else ""

@@ -14,21 +14,29 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _REACHES_ACROSS = re.compile(r"(?m)^(---|\.\.\.|%|\? )|(?:^|[\s\[{,])[&*]\w")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_bytes(path: Path | str) -> bytes:
+    """The file's content; nothing where it is missing, unreadable or a folder."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
+    except OSError:
+        return b""
+
+
+def read_json(path: Path | str) -> dict[str, Any]:
     """The object in the file; an empty one where the file is missing, half-written, a folder or not an object."""
     try:
-        with open(path, "rb") as file:
-            value = json.loads(file.read())
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(read_bytes(path))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def read_same_json(path: Path) -> dict[str, Any]:
+def read_same_json(path: Path | str) -> dict[str, Any]:
     """As `read_json`, for a file that is mostly the same in all points: equal text is parsed once. Not to be changed."""
     try:
-        return _parse_json(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return _parse_json(read_bytes(path))
+    except (ValueError, RecursionError):
         return {}
 
 
@@ -38,21 +46,21 @@ def _parse_json(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path | str) -> dict[str, Any]:
     """config.yaml as dotted keys (see `flatten`); empty where it is missing or unreadable.
 
     The points of a sweep differ in a few lines, so each top-level block of text is parsed once and remembered: a
     thousand configurations take 0.1 s instead of 3 s.
     """
     try:
-        text = path.read_text("utf-8")
+        text = read_bytes(path).decode("utf-8")
         if _REACHES_ACROSS.search(text):
             value = yaml.load(text, _Loader)
             return flatten(value) if isinstance(value, dict) else {}
         merged: dict[str, Any] = {}
         for block in _blocks(text):
             merged.update(_parse_block(block))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (ValueError, RecursionError, yaml.YAMLError):
         return {}
     return merged
 

@@ -38,7 +38,6 @@ STEP_KEYS = {
     "step_s": "time/step",
     "peak_mem_gib": "perf/peak_memory",
 }
-SETTINGS = ("nproc", "micro_batch", "seq_len")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.json as pa_json
+
+from analysis.files import read_bytes
 
 BATCH_BYTES = 8 << 20  # text parsed at once: large enough to keep two cores busy, small enough to bound memory
 LARGEST = 1e15  # beyond any metric; such a number sends the file through the careful reader
@@ -43,6 +45,8 @@ KNOWN = [
     "gpu/sm_clock_mhz",
     "gpu/temperature_c",
 ]
+Member = tuple[int, bytes, int]  # place in its batch, numbers as CSV, lines
+Alike = dict[tuple[str, ...], list[Member]]
 SCHEMA = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in KNOWN)])
 
 
@@ -62,36 +66,40 @@ class Metrics:
         return self.columns[name] if name in self.columns else np.full(self.steps, np.nan)
 
 
-def read(path: Path) -> Metrics:
+def read(path: Path | str) -> Metrics:
     """One metrics.jsonl; a missing or unreadable file has no steps."""
     return next(read_many([path]))
 
 
-def read_many(paths: Iterable[Path]) -> Iterator[Metrics]:
-    """One `Metrics` a path, in order. The next batch is read and parsed while the caller works on the one before."""
-    with ThreadPoolExecutor(1) as ahead:
-        batches = _batches(paths)
-        waiting = ahead.submit(_next, batches)
-        while (ready := waiting.result()) is not None:
-            waiting = ahead.submit(_next, batches)
-            yield from ready
+def read_many(paths: Iterable[Path | str]) -> Iterator[Metrics]:
+    """One `Metrics` a path, in order; a missing or unreadable file has no steps."""
+    return parse_many(_batches(paths))
 
 
-def _next(batches: Iterator[list[bytes]]) -> list[Metrics] | None:
-    files = next(batches, None)
-    return None if files is None else _parse(files)
+def parse_many(batches: Iterable[list[bytes]]) -> Iterator[Metrics]:
+    """One `Metrics` a file's content, in order.
+
+    A batch is parsed in another thread while this one strips the next and the caller works on the one before. Only the
+    parsing goes there: it runs without the interpreter's lock, and anything else would wait for the lock at every file.
+    """
+    with ThreadPoolExecutor(1) as other:
+        waiting: tuple[list[bytes], Alike, Future[list[pa.Table | None]]] | None = None
+        for files in batches:
+            alike = _alike(files)
+            parsing = other.submit(_tables, alike)
+            if waiting:
+                yield from _metrics(*waiting)
+            waiting = files, alike, parsing
+        if waiting:
+            yield from _metrics(*waiting)
 
 
-def _batches(paths: Iterable[Path]) -> Iterator[list[bytes]]:
+def _batches(paths: Iterable[Path | str]) -> Iterator[list[bytes]]:
     """Contents of about BATCH_BYTES together; a missing or unreadable file is empty."""
     batch: list[bytes] = []
     size = 0
     for path in paths:
-        try:
-            with open(path, "rb") as file:
-                batch.append(file.read())
-        except OSError:
-            batch.append(b"")
+        batch.append(read_bytes(path))
         size += len(batch[-1])
         if size >= BATCH_BYTES:
             yield batch
@@ -100,16 +108,21 @@ def _batches(paths: Iterable[Path]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def _parse(files: list[bytes]) -> list[Metrics]:
-    """Files whose lines all look alike go through the CSV reader together, the others one by one."""
-    found: list[Metrics | None] = [None] * len(files)
-    alike: dict[tuple[str, ...], list[tuple[int, bytes, int]]] = {}  # keys → (place, numbers, lines)
+def _alike(files: list[bytes]) -> Alike:
+    """Files whose lines all look alike, by their keys: (place, numbers, lines) of each."""
+    alike: Alike = {}
     for place, data in enumerate(files):
         if uniform := _uniform(data):
             keys, numbers, count = uniform
             alike.setdefault(keys, []).append((place, numbers, count))
-    for keys, members in alike.items():
-        for (place, _, _), metrics in zip(members, _from_numbers(keys, members), strict=True):
+    return alike
+
+
+def _metrics(files: list[bytes], alike: Alike, parsing: "Future[list[pa.Table | None]]") -> list[Metrics]:
+    """What the CSV reader made of the files that are alike; the others one by one."""
+    found: list[Metrics | None] = [None] * len(files)
+    for (keys, members), table in zip(alike.items(), parsing.result(), strict=True):
+        for (place, _, _), metrics in zip(members, _slices(keys, members, table), strict=True):
             found[place] = metrics
     return [metrics or _arrow(data) or parse_lines(data) for metrics, data in zip(found, files, strict=True)]
 
@@ -153,22 +166,31 @@ def _is_plain(key: str) -> bool:
     return not set(key.encode()) & set(NUMBER + b",:\n") and "e-" not in key and key.isascii()
 
 
-def _from_numbers(keys: tuple[str, ...], members: list[tuple[int, bytes, int]]) -> list[Metrics | None]:
-    """Metrics of files with the same keys, parsed in one go; None for what the careful reader has to decide."""
-    text = b"".join(numbers for _, numbers, _ in members)
-    types = dict.fromkeys(keys, pa.float64())
+def _tables(alike: Alike) -> list[pa.Table | None]:
+    """The numbers of each set of files that are alike, parsed in one go; None for what is no table."""
+    return [_table(keys, members) for keys, members in alike.items()]
+
+
+def _table(keys: tuple[str, ...], members: list[Member]) -> pa.Table | None:
     try:
-        table = pa_csv.read_csv(
-            pa.BufferReader(text),
+        return pa_csv.read_csv(
+            pa.BufferReader(b"".join(numbers for _, numbers, _ in members)),
             read_options=pa_csv.ReadOptions(column_names=list(keys), use_threads=False, block_size=64 << 20),
-            convert_options=pa_csv.ConvertOptions(column_types=types, null_values=[""]),
+            convert_options=pa_csv.ConvertOptions(column_types=dict.fromkeys(keys, pa.float64()), null_values=[""]),
         )
     except pa.ArrowInvalid:
-        return [_from_numbers(keys, [one])[0] for one in members] if len(members) > 1 else [None]
+        return None
+
+
+def _slices(keys: tuple[str, ...], members: list[Member], table: pa.Table | None) -> list[Metrics | None]:
+    """Metrics of each of the files in the table; None for what the careful reader has to decide."""
+    if table is None:
+        return [_slices(keys, [one], _table(keys, [one]))[0] for one in members] if len(members) > 1 else [None]
     ends = np.cumsum([count for _, _, count in members])
     if table.num_rows != ends[-1] or any(column.null_count for column in table.columns):
         return [None] * len(members)
-    columns = {key: column.to_numpy() for key, column in zip(keys, table.columns, strict=True)}
+    whole = table.combine_chunks()  # of one chunk already, as a rule: then nothing is copied
+    columns = {key: column.chunk(0).to_numpy() for key, column in zip(keys, whole.columns, strict=True)}
     starts = [0, *ends[:-1].tolist()]
     parts = [
         {key: values[start:end] for key, values in columns.items()}

@@ -65,10 +65,10 @@ def load(paths: Path | str | Iterable[Path | str]) -> Data:
         else:
             sweeps += [s for s in find_sweeps(path) if s.path.resolve() not in {t.path.resolve() for t in sweeps}]
     pairs = [(sweep.name, point) for sweep in sweeps for point in sweep.points]
-    metrics = jsonl.read_many(point.path / "metrics.jsonl" for _, point in pairs)
+    metrics = jsonl.read_many(f"{point.path}/metrics.jsonl" for _, point in pairs)
     results, configs = [], []
     for (sweep_name, point), steps in zip(pairs, metrics, strict=True):
-        config = {k: v for k, v in read_config(point.path / "config.yaml").items() if not _is_left_out(k)}
+        config = {k: v for k, v in read_config(f"{point.path}/config.yaml").items() if not _is_left_out(k)}
         results.append(_result(sweep_name, point, steps, config))
         configs.append(config or _from_overrides(point.overrides))
     for run in others:
@@ -111,7 +111,7 @@ def number_or_text(text: str) -> Any:
 
 
 def _result(sweep: str, point: PointFolder, steps: jsonl.Metrics, config: dict[str, Any]) -> dict[str, Any]:
-    status = read_json(point.path / "status.json")
+    status = read_json(f"{point.path}/status.json")
     summary = dig(status, "summary")
     summary = summary if isinstance(summary, dict) else {}
     row: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _result(sweep: str, point: PointFolder, steps: jsonl.Metrics, config: dict[s
         "devices": number(config.get("nproc")),
         "wall_s": wall_seconds(status),
         "attempts_s": attempt_seconds(point.path),
-        **provenance.columns(read_same_json(point.path / "manifest.json"), summary, config, status),
+        **provenance.columns(read_same_json(f"{point.path}/manifest.json"), summary, config, status),
         **summarise(steps, summary, config),
     }
     return row

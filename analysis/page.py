@@ -17,23 +17,10 @@ from analysis.load import Data
 from analysis.plots.style import Plot
 from analysis.provenance import GATE
 from analysis.rank import Ranked
-from analysis.table import notes, own_flags, values
+from analysis.table import notes, own_flags, results, values
 from analysis.text import cell, is_number, table, title
 from analysis.usage import device_hours
 
-TABLE_COLUMNS = (
-    "tokens_per_s",
-    "half",
-    "of_best",
-    "mfu",
-    "step_s",
-    "peak_mem_gib",
-    "imbalance",
-    "steady_steps",
-    "runs",
-    "flags",
-    "reason",
-)
 PROVENANCE = ("code", "commit", *GATE[1:], "cuda", "nccl", "python", "hosts", "env", "peak_source")
 
 DEFINITIONS = (
@@ -105,9 +92,8 @@ def content(name: str, data: Data, ranked: Ranked, plots: list[Plot], reference:
     rows = rows.assign(steady_steps=rows["steady_steps"].where(rows["steady_steps"] > 0))
     seen = [flag for flags in rows["flags"] for flag in flags]
     rows = rows.assign(flags=own_flags(rows))  # what all finished rows share is said once, below the table
-    repeated = bool((rows["runs"] > 1).any())
-    filled = [c for c in TABLE_COLUMNS if c in rows and any(values(rows, c)) and (c != "runs" or repeated)]
-    columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *filled]
+    reason = ["reason"] if any(rows["reason"]) else []
+    columns = ["rank", *(["group"] if ranked.differs else []), *ranked.knobs, "status", *results(rows), *reason]
     rows = rows.assign(group=[group_name(number) for number in rows["group"]])
     cells = list(zip(*(values(rows, c) for c in columns), strict=True))
     keys = list(zip(*(_sort_keys(rows, c) for c in columns), strict=True))
@@ -141,8 +127,8 @@ def _hours(data: Data) -> str:
     if not used:
         return ""
     unit, scale = ("device-hours", 1.0) if used >= 0.1 else ("device-seconds", 3600.0)
-    share = f" ({100 * wasted / used:.0f} %)" if wasted else ""
-    return f"{used * scale:.3g} {unit} used, {wasted * scale:.3g} of them{share} without a result"
+    share = f"{wasted * scale:.3g} of them ({100 * wasted / used:.0f} %)" if wasted else "none of them"
+    return f"{used * scale:.3g} {unit} used, {share} without a result"
 
 
 def _sort_keys(rows: Any, column: str) -> list[Any]:

@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 MEDIAN_FACTOR = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, normal data
 CLIP = 3.0  # robust spreads beyond which a value counts as an outlier
+SETTLING = 8.0  # a trend that dies out is looked for with a time constant of this part of the run
+SETTLING_Z = 1.28  # noise alone goes beyond it in one run of ten
+MIN_SETTLING = 10  # steps; fewer show no trend
 MAX_RHO = 0.95  # beyond it a run of this length says next to nothing about the spread
 
 
@@ -39,9 +43,10 @@ def median(x: np.ndarray) -> float:
     return float(ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
-def robust_scale(x: np.ndarray) -> float:
-    """Standard deviation of normal data from the median absolute deviation: outliers don't count."""
-    return float(1.4826 * median(np.abs(x - median(x))))
+def median_and_scale(x: np.ndarray) -> tuple[float, float]:
+    """The median, and normal data's standard deviation from the median absolute deviation: outliers don't count."""
+    middle = median(x)
+    return middle, 1.4826 * median(np.abs(x - middle))
 
 
 def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
@@ -50,14 +55,15 @@ def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
     The error of a normal sample's median is sqrt(pi/2)·s/sqrt(m), with s the standard deviation and m the number of
     independent values that n correlated ones are worth. s and the lag-one correlation come from values clipped to
     three robust spreads, so that outliers count little; both are corrected for their small-sample bias (Kendall 1954
-    for the correlation). Fewer than three values give no error (infinite).
+    for the correlation). What `settling` can't exclude is added to the error. Fewer than three values give no error
+    (infinite). `x`: larger is faster, as tokens/s are.
     """
     y = np.asarray(x, float) if logged else np.log(np.asarray(x, float))
     n = len(y)
-    middle = median(y)
+    middle, scale = median_and_scale(y)
     if n < 3:
         return Estimate(middle, math.inf, 1.0, n, 0.0)
-    scale = robust_scale(y) or float(y.std())  # more than half of the values equal: no robust spread
+    scale = scale or float(y.std())  # more than half of the values equal: no robust spread
     z = np.clip(y - middle, -CLIP * scale, CLIP * scale)
     z -= z.mean()
     power = float(z @ z)
@@ -68,7 +74,43 @@ def estimate(x: np.ndarray, logged: bool = False) -> Estimate:
     inflation = variance_inflation(rho, n)
     independent = min(max(n / inflation, 2.0), n)
     variance = power / (n - 1) / max((n - inflation) / (n - 1), 0.2)
-    return Estimate(middle, MEDIAN_FACTOR * math.sqrt(variance / independent), max(independent - 1, 1.0), n, rho)
+    error = MEDIAN_FACTOR * math.sqrt(variance / independent)
+    return Estimate(middle, math.hypot(error, settling(z)), max(independent - 1, 1.0), n, rho)
+
+
+def settling(z: np.ndarray) -> float:
+    """By how much the mean of `z` may be low because the run was still getting faster; 0 where nothing points to it.
+
+    Drift that dies out and is too small to be told from noise is not dropped (`steady`), and biases the median. An
+    exponential with a time constant of an eighth of the run is fitted, its error taken for AR(1) noise of the residuals'
+    correlation; beyond `SETTLING_Z` standard errors its share in the mean counts. `z`: centred logarithms in order.
+    """
+    n = len(z)
+    if n < MIN_SETTLING:
+        return 0.0
+    shape, mean, products = _decay(n)
+    power = float(products[0])
+    slope = float(shape @ z) / power
+    if slope >= 0:
+        return 0.0
+    rest = z - slope * shape
+    left = float(rest @ rest)
+    if left == 0:
+        return -slope * mean
+    rho = float(rest[1:] @ rest[:-1]) / left
+    rho = min(max(rho + (1 + 3 * rho) / n, 0.0), MAX_RHO)
+    inflated = power + 2 * float(products[1:] @ rho ** np.arange(1, n))
+    error = math.sqrt(left / (n - 2) * inflated) / power
+    return -slope * mean if -slope > SETTLING_Z * error else 0.0
+
+
+@lru_cache(maxsize=256)
+def _decay(n: int) -> tuple[np.ndarray, float, np.ndarray]:
+    """exp(-8·t/n) less its mean, the mean, and the sums of products with itself at lags 0 … n-1."""
+    curve = np.exp(-np.arange(n) * SETTLING / n)
+    mean = float(curve.mean())
+    curve -= mean
+    return curve, mean, np.correlate(curve, curve, "full")[n - 1 :]
 
 
 def variance_inflation(rho: float, n: int) -> float:

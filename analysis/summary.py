@@ -12,6 +12,7 @@ from analysis.stats import estimate, median
 from analysis.steady import steady
 
 NAN = float("nan")
+NO_MEDIAN = ("step", "loss", "grad_norm", "perf/peak_memory")  # told by their last value, or by the largest
 MIN_STEPS = 2  # steady steps below which a run has no result: one step is no measurement
 
 
@@ -27,7 +28,7 @@ def summarise(steps: Metrics, summary: dict[str, Any], config: dict[str, Any]) -
     if len(pace) - when.start >= MIN_STEPS:
         whole = len(pace) == steps.steps
         kept = {name: (values if whole else values[timed])[when.start :] for name, values in steps.columns.items()}
-    medians = _medians(kept)
+    medians = _medians({name: values for name, values in kept.items() if name not in NO_MEDIAN})
     nproc = number(config.get("nproc"))
     tokens_per_step = number(summary.get("tokens_per_step"))
     if tokens_per_step != tokens_per_step:

@@ -23,8 +23,9 @@ DEFAULT = (
     "determinism_price",
     "imbalance",
     "steady_steps",
+    "runs",
     "flags",
-)
+)  # what most people want, here and in the report
 LIST_LIMIT = 12  # reasons and names listed in text before "and N more"
 
 
@@ -66,12 +67,16 @@ def prepare(data: Data, *, by: str | None = None, sort: str = "tokens_per_s", wh
 
 
 def default_columns(ranked: Ranked) -> list[str]:
-    """Rank, knobs and the numbers that most people want; columns that are empty throughout are left out."""
+    """Rank, knobs, the status where one is not ok, and the results that there are."""
     rows = ranked.rows
-    runs = ["runs"] if (rows["runs"] > 1).any() else []
     status = ["status"] if (rows["status"] != "ok").any() else []
-    filled = [c for c in DEFAULT if c in rows and any(values(rows, c))]
-    return ["rank", *ranked.knobs, *status, *filled, *runs]
+    return ["rank", *ranked.knobs, *status, *results(rows)]
+
+
+def results(rows: pd.DataFrame) -> list[str]:
+    """Those of `DEFAULT` that any row has; `runs` only where a point was repeated."""
+    several = bool((rows["runs"] > 1).any())
+    return [c for c in DEFAULT if c in rows and any(values(rows, c)) and (c != "runs" or several)]
 
 
 def values(rows: pd.DataFrame, column: str) -> list[str]:

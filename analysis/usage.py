@@ -22,6 +22,9 @@ def attempt_seconds(folder: Path) -> float:
 def wall_seconds(status: dict[str, Any]) -> float:
     """Seconds from start to end: the run's own monotonic count where it has one, or else by the clock; 0 if unknown."""
     summary = status.get("summary")
+    whole = number(summary.get("wall_s")) if isinstance(summary, dict) else float("nan")
+    if whole >= 0:
+        return whole
     listed = summary.get("seconds") if isinstance(summary, dict) else None
     measured = [number(v) for v in listed.values()] if isinstance(listed, dict) else []
     total = sum(v for v in measured if v > 0)

@@ -16,6 +16,7 @@ from analysis.usage import wall_seconds
 TAIL_BYTES = 65536  # holds the last lines of any metrics file
 PATIENCE = 30.0  # seconds without a running point before a sweep with pending points counts as stopped
 RECENT = 6  # finished points shown
+AGAIN = ("interrupted", "lost")  # a scheduler or the next command may start such a point again
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Snapshot:
     running: list[Running] = field(default_factory=list)
     finished: list[tuple[str, str, str]] = field(default_factory=list)
     seconds_a_point: float = float("nan")
+    queued: int = 0  # points that a scheduler has and that will start without anybody's doing
 
     @property
     def total(self) -> int:
@@ -81,9 +83,11 @@ class Watcher:
         """The sweep now."""
         sweep: SweepFolder = read_sweep(self.folder)
         shot = Snapshot(sweep.name)
+        jobs = _jobs(sweep.meta)
         news: dict[Path, Ended] = {}
         for point in sweep.points:
-            state = self.ended[point.path][2] if point.path in self.ended else self._read(point, shot, news)
+            known = self.ended.get(point.path)
+            state = known[2] if known and known[2] not in AGAIN else self._read(point, shot, news, jobs)
             shot.counts[state] = shot.counts.get(state, 0) + 1
         self.ended |= dict(sorted(news.items(), key=lambda item: item[1]))
         done = list(self.ended.values())
@@ -95,11 +99,13 @@ class Watcher:
             shot.seconds_a_point = sum(trained) / len(trained)
         return shot
 
-    def _read(self, point: PointFolder, shot: Snapshot, news: dict[Path, Ended]) -> str:
+    def _read(self, point: PointFolder, shot: Snapshot, news: dict[Path, Ended], jobs: dict[str, str]) -> str:
+        self.ended.pop(point.path, None)
         status = read_json(point.path / "status.json")
         state: Any = status.get("status")
         if not isinstance(state, str):
-            return "pending"
+            state = "pending"
+        shot.queued += _queued(state, status.get("job"), jobs.get(point.path.name))
         if state == "running":
             shot.running.append(_running(point.path))
         elif state != "pending":
@@ -110,6 +116,23 @@ class Watcher:
             ended = str(status.get("ended") or "")
             news[point.path] = (ended, point.path.name, state, detail, wall_seconds(status))
         return state
+
+
+def _jobs(meta: dict[str, Any]) -> dict[str, str]:
+    """The array that has a point last, by the point's folder."""
+    out: dict[str, str] = {}
+    for job in meta.get("jobs") or []:
+        if isinstance(job, dict):
+            out |= {str(name): str(job.get("id")) for name in job.get("points") or []}
+    return out
+
+
+def _queued(state: str, job: Any, array: str | None) -> bool:
+    """Whether a point that does not run waits in a scheduler's queue, by its status and the array that has it last."""
+    job = job if isinstance(job, dict) else {}
+    if state in AGAIN:
+        return bool(job.get("requeued"))
+    return state == "pending" and array is not None and str(job.get("id")).partition("_")[0] != array
 
 
 def _running(folder: Path) -> Running:
@@ -176,19 +199,21 @@ class _Quiet:
         self.since = time.monotonic()
 
     def over(self, shot: Snapshot) -> bool:
-        if shot.running:
+        if shot.running or shot.queued:
             self.since = time.monotonic()
-        return shot.left == 0 or time.monotonic() - self.since > PATIENCE
+        return shot.left + shot.queued == 0 or time.monotonic() - self.since > PATIENCE
 
 
 def _lines(watcher: Watcher, interval: float, stream: TextIO) -> None:
     """For pipes and logs: a line when a point ends, and one when the census changes."""
-    shown, before, quiet = 0, "", _Quiet()
+    shown: set[tuple[str, str, str]] = set()
+    before, quiet = "", _Quiet()
     while True:
         shot = watcher.look()
-        for name, state, detail in shot.finished[shown:]:
-            print(f"{name}  {state}  {detail}".rstrip(), file=stream, flush=True)
-        shown = len(shot.finished)
+        for name, state, detail in shot.finished:
+            if (name, state, detail) not in shown:
+                print(f"{name}  {state}  {detail}".rstrip(), file=stream, flush=True)
+        shown |= set(shot.finished)
         line = shot.line().partition("; about")[0]
         if line != before:
             print(shot.line(), file=stream, flush=True)

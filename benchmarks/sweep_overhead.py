@@ -11,6 +11,7 @@ Prints a table in Markdown and, with --json FILE, writes the numbers. Exit code 
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,18 +27,19 @@ TINY = [
 ]  # fmt: skip
 
 
-def command(*args: str, env: dict[str, str] | None = None) -> tuple[float, str]:
-    """(seconds, output) of `python -m train -m …`. Raises CalledProcessError."""
+def run(*args: str) -> str:
+    """Output of `python …`. A failure ends the benchmark, with the end of what it printed."""
+    done = subprocess.run([sys.executable, *args], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"exit code {done.returncode}: {shlex.join(args)}\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout
+
+
+def command(*args: str) -> tuple[float, str]:
+    """(seconds, output) of `python -m train -m …`."""
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "train", "-m", *args],
-        cwd=ROOT,
-        env=env or ENV,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return time.monotonic() - began, done.stdout
+    output = run("-m", "train", "-m", *args)
+    return time.monotonic() - began, output
 
 
 def statuses(folder: Path) -> list[dict[str, Any]]:
@@ -59,10 +61,9 @@ def twelve(out: Path, device: str, nproc: int) -> dict[str, float]:
     grid = json.loads((out / "twelve" / "sweep.json").read_text())["grid"]
     began = time.monotonic()
     for g in grid:
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
-             str(ROOT / "benchmarks/shell_loop_train.py"), str(out / "twelve" / g["folder"])],
-            cwd=ROOT, env=ENV, check=True, capture_output=True,
+        run(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
+            str(ROOT / "benchmarks/shell_loop_train.py"), str(out / "twelve" / g["folder"]),
         )  # fmt: skip
     loop_s = time.monotonic() - began
     return {
@@ -105,11 +106,12 @@ def resume(out: Path, points: int) -> dict[str, float]:
         "def finish(self, todo):\n"
         "    for p in todo:\n"
         "        folder.write_status(self.sweep.folder(p), p.identity, 'ok', '', {'wall_s': 1.0}, sync=False)\n"
+        "        self._forget(p)\n"
         "local.Local._run = finish\n"
         "from train.sweep import run; run.report = lambda path: None\n"
         "from train.__main__ import main; main()\n"
     )
-    subprocess.run([sys.executable, "-c", prepare, "-m", *args], cwd=ROOT, env=ENV, check=True, capture_output=True)
+    run("-c", prepare, "-m", *args)
     seconds, output = command(*args)
     assert f"{points} kept" in output, output[-2000:]
     return {f"resume_{points}_s": seconds}

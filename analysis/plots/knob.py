@@ -44,11 +44,23 @@ def against(ranked: Ranked, x: str, y: str) -> Plot | None:
         heading = f"{title(y).removesuffix(' %')} by {title(x)}"
         ax.set_title(heading)
         caption = "Median of the steady steps with its 95 % interval."
+        if _cut_intervals(ax, drawn, y):
+            caption += " Intervals that leave the axis are wider than it can show."
         if note:
             caption += f" Each point is the {note}."
         if any(len(line.failed) for line in drawn):
             caption += " × along the bottom: no result (out of memory or another failure)."
         return finish(fig, f"{stem(y)}_by_{stem(x)}", heading, caption)
+
+
+def _cut_intervals(ax: Axes, drawn: list[Line], y: str) -> bool:
+    """Ends the axis at twice the largest value where an interval would go beyond: it must not flatten all points."""
+    largest = max(line.rows[y].max() for line in drawn)
+    ends = max((line.rows[y] * np.exp(line.rows["half"].fillna(0.0))).max() for line in drawn)
+    if not ends > 2 * largest > 0:
+        return False
+    ax.set_ylim(0, 2 * largest)
+    return True
 
 
 def memory(ranked: Ranked, x: str) -> Plot | None:

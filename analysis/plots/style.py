@@ -73,11 +73,12 @@ def finish(fig: Figure, name: str, title: str, caption: str) -> Plot:
 
 
 def legend(fig: Figure, ax: Axes) -> None:
-    """Names of the lines below the axes, in as many columns as fit; nothing for a single one."""
+    """Names of the lines below the axes, in as few rows as fit; nothing for a single one."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
-        widest = max(map(len, labels))
-        fig.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 72 // (widest + 8))))
+        fit = max(1, 72 // (max(map(len, labels)) + 8))
+        rows = -(-len(labels) // fit)
+        fig.legend(handles, labels, loc="outside lower center", ncols=-(-len(labels) // rows))  # rows of equal length
 
 
 def context() -> Any:

@@ -6,7 +6,6 @@ A folder gets its name once all ranks have written and the metadata is there, so
 the point goes on from the newest one, bit for bit as if nothing had happened.
 """
 
-import re
 import shutil
 import time
 from pathlib import Path
@@ -20,14 +19,7 @@ from train.config import Train
 from train.parallel.balance import Balance
 from train.parallel.base import DataParallel
 from train.parallel.round import Round
-
-NAME = re.compile(r"step-(\d{8})")
-
-
-def complete(folder: Path) -> list[tuple[int, Path]]:
-    """(steps done, folder) of the complete checkpoints below a point's folder, oldest first."""
-    found = [(int(m[1]), path) for path in (folder / "checkpoints").glob("step-*") if (m := NAME.fullmatch(path.name))]
-    return sorted((steps, path) for steps, path in found if (path / ".metadata").is_file())
+from train.saved import complete
 
 
 class Checkpoints:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 #: kind → what breaks, on that rank in that step
 KINDS = {
     "exception": "a RuntimeError",
+    "exceptions": "a RuntimeError, and 0.05 s later a ValueError on every other rank",
     "exit": "the process leaves with exit code 0",
     "hang": "a sleep without end",
     "segv": "a read from address 0",
@@ -34,7 +35,9 @@ KINDS = {
     "bitflip_wire": "one mantissa bit of the copy that is sent to the next rank",
     "nondeterministic": "a bit of a local gradient, another one in every pass and on every rank",
 }
-_COLLECTIVE = ("skip_allreduce", "shape", "bitflip_wire")  # need a peer
+_NEED_A_PEER = ("skip_allreduce", "shape", "bitflip_wire", "exceptions")
+#: kinds that strike every rank
+_EVERYWHERE = ("nondeterministic", "exceptions")
 _FORM = re.compile(r"([a-z_]+)@(\d+):(\d+)(?::(\d+))?")
 
 
@@ -49,7 +52,7 @@ class Fault:
 
     def due(self, rank: int, step: int) -> bool:
         """Whether it breaks something there and then: a kernel that is not deterministic is so on every rank."""
-        return step == self.step and (rank == self.rank or self.kind == "nondeterministic")
+        return step == self.step and (rank == self.rank or self.kind in _EVERYWHERE)
 
 
 def parse(text: Optional[str]) -> Optional[Fault]:
@@ -72,7 +75,7 @@ def check(text: Optional[str], nproc: int, steps: int) -> None:
         raise ConfigError("fault", text, f"rank must be below nproc={nproc}")
     if fault.step >= steps:
         raise ConfigError("fault", text, f"step must be below steps={steps}")
-    if fault.kind in _COLLECTIVE and nproc == 1:
+    if fault.kind in _NEED_A_PEER and nproc == 1:
         raise ConfigError("fault", text, "needs a second rank")
 
 
@@ -96,6 +99,8 @@ class Injector:
         with ExitStack() as undo:
             if fault.kind in _NOW:
                 _NOW[fault.kind]()
+            elif fault.kind == "exceptions":
+                _raise_in_turn(first=self.rank == fault.rank)
             elif fault.kind == "oom":
                 _device_oom(next(module.parameters()).device)
             elif fault.kind == "bitflip_weight":
@@ -112,6 +117,16 @@ class Injector:
 
 def _raise() -> None:
     raise RuntimeError("injected by fault=exception")
+
+
+def _raise_in_turn(first: bool) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()  # so that what follows lies 50 ms apart
+    if first:
+        raise RuntimeError("injected by fault=exceptions, the first")
+    time.sleep(0.05)
+    raise ValueError("injected by fault=exceptions, 50 ms later")
 
 
 def _hang() -> None:

@@ -155,6 +155,7 @@ class Rank:
         return Meter(
             device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
             flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
+            loss_weight=1.0 if self.pipeline is None or self.pipeline.last else 0.0,
             path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
             more=balance.METRICS if self.balance is not None else (),
             extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
@@ -281,6 +282,9 @@ class Rank:
             with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s, self.load)
+            if self.checkpoints.due(step):
+                meter.settle(before)
+                before = None
             self.after_step(step, meter)
             meter.finish(before, last=False)
             if step == first:
@@ -366,23 +370,22 @@ class Rank:
             "pipeline": self.pipelined,
         }
 
-    def report_pipeline(self, line: pipeline.Pipeline) -> dict[str, Any]:
+    def report_pipeline(self, result: dict[str, Any]) -> None:
         """Its measured and theoretical bubble; with profile=true the schedule as executed stays in the folder. Collective."""
-        found = timeline.report(line.timeline, line.plan, self.dims, self.host_group)
+        line = self.pipeline
+        if line is None or not (found := timeline.report(line.timeline, line.plan, self.dims, self.host_group)):
+            return
         executed = found.pop("executed")
         if self.cfg.profile and self.rank == 0:
             write(self.folder / "schedule.json", {"schema": 1} | found | executed)
-        return found
+        result["rank_stages"], result["rank_idle"] = (found.pop(key)[self.rank] for key in ("rank_stages", "rank_idle"))
+        self.pipelined = found
 
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
         result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
         result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
-        if self.pipeline is not None:
-            self.pipelined = self.report_pipeline(self.pipeline)
-            result["rank_stages"], result["rank_idle"] = (
-                self.pipelined.pop(key)[self.rank] for key in ("rank_stages", "rank_idle")
-            )
+        self.report_pipeline(result)
         self.experts = self.balance.report() if self.balance is not None else None
         if self.rank == 0:
             result["summary"] = self.summary()

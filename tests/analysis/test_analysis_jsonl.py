@@ -148,7 +148,7 @@ def test_fast_readers_agree_with_the_careful_one(shared, data, count, separators
         row = {"step": step} | {key: data.draw(number) for key in shared if data.draw(st.integers(0, 9))}
         lines.append(json.dumps(row, separators=separators, ensure_ascii=data.draw(st.booleans())))
     text = "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass")
-    fast, careful = jsonl._parse([text, text])[1], parse_lines(text)
+    fast, careful = list(jsonl.parse_many([[text, text]]))[1], parse_lines(text)
     assert fast.damaged == careful.damaged
     numeric = {name for name, values in careful.columns.items() if not np.isnan(values).all()}
     assert numeric <= fast.columns.keys() | {"step"}
@@ -162,7 +162,7 @@ def test_fast_readers_agree_with_the_careful_one(shared, data, count, separators
 )
 def test_never_raises_and_agrees_on_any_bytes(pieces):
     text = b"\n".join(pieces)
-    fast, careful = jsonl._parse([text])[0], parse_lines(text)
+    fast, careful = next(jsonl.parse_many([[text]])), parse_lines(text)
     assert (fast.damaged, fast.steps) == (careful.damaged, careful.steps)
 
 
@@ -174,6 +174,6 @@ def test_typical_files_take_the_fast_readers(monkeypatch, tmp_path):
     exponents = text.replace(b'"grad_norm": 1.0', b'"grad_norm": 5e-05')
     changing = text + b'{"step": 500, "time/step": 0.5, "gpu/power_w": 600.0}\n'
     monkeypatch.setattr(jsonl, "parse_lines", lambda data: pytest.fail("the careful reader was used"))
-    assert [m.steps for m in jsonl._parse([text, exponents, changing])] == [30, 30, 31]
+    assert [m.steps for m in jsonl.parse_many([[text, exponents, changing]])] == [30, 30, 31]
     monkeypatch.setattr(jsonl, "_arrow", lambda data: pytest.fail("the JSON reader was used"))
-    assert [m.steps for m in jsonl._parse([text, exponents])] == [30, 30]
+    assert [m.steps for m in jsonl.parse_many([[text, exponents]])] == [30, 30]

@@ -266,6 +266,17 @@ def test_every_point_and_interval_is_inside_the_axes(tmp_path, monkeypatch, coun
             assert high - low < 3 * (values.max() - values.min()) + 0.1 * values.max()  # and fills them
 
 
+def test_an_absurd_interval_does_not_flatten_the_points(tmp_path, monkeypatch):
+    ranked = rank(load(write_sweep(tmp_path / "wild", [Point(1, rate=20_000), Point(2, rate=30_000)])))
+    ranked.rows.loc[1, "half"] = 12.0  # as a run of few and wildly different steps has it
+    largest = ranked.rows["tokens_per_s"].max()
+    limits = []
+    monkeypatch.setattr(knob, "finish", lambda fig, *texts: limits.append((fig.axes[0].get_ylim(), texts[-1])))
+    knob.against(ranked, "micro_batch", "tokens_per_s")
+    ((low, high), caption), *_ = limits
+    assert low == 0 and high == pytest.approx(2 * largest) and "wider than it can show" in caption
+
+
 def test_failed_cells_are_hatched(tmp_path):
     ranked = rank(load(write_sweep(tmp_path / "s", standard_grid())))
     plot = heatmap(ranked, "micro_batch", "reduction", "mfu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synth import Point, step_times
 
-from analysis.stats import estimate, t975, variance_inflation
+from analysis.stats import estimate, settling, t975, variance_inflation
 from analysis.steady import steady
 
 
@@ -37,8 +37,9 @@ def coverage(seed: int, **planted) -> float:
         ({"outliers": 0.03}, 2),
         ({"drift": (0.1, 3)}, 3),
         ({"outliers": 0.03, "drift": (0.05, 3)}, 4),
+        ({"drift": (0.05, 5)}, 5),
     ],
-    ids=["warm-up and autocorrelation", "outliers", "drift", "everything"],
+    ids=["warm-up and autocorrelation", "outliers", "drift", "everything", "drift that hides in the noise"],
 )
 def test_intervals_cover_the_truth_in_93_to_97_percent(planted, seed):
     assert 0.93 <= coverage(seed, **planted) <= 0.97
@@ -53,6 +54,7 @@ def test_intervals_cover_the_truth_in_93_to_97_percent(planted, seed):
         {"steps": 20}, {"steps": 40}, {"steps": 60}, {"steps": 200},
         {"noise": 0.001}, {"noise": 0.05}, {"noise": 0.2}, {"warmup": ()},
         {"outliers": 0.05}, {"outliers": 0.1}, {"drift": (0.3, 4)},
+        {"drift": (0.2, 5)}, {"drift": (0.1, 5)}, {"drift": (0.03, 5)}, {"drift": (0.02, 5)},
     ],
     ids=str,
 )  # fmt: skip
@@ -99,6 +101,18 @@ def test_decaying_drift_is_dropped():
     found = steady(seconds)
     assert 15 <= found.start <= 60 and not found.drifts
     assert abs(np.median(seconds[found.start :]) / (4 * 2048 * 2 / 50_000) - 1) < 0.005
+
+
+def test_drift_that_hides_in_the_noise_widens_the_interval():
+    """One that settles is told from one that does not: the same values in reverse, getting slower, have no such tail."""
+    noise = np.random.default_rng(6).normal(size=40) * 0.01
+    flat, falling = estimate(np.exp(noise)), estimate(np.exp(noise - 0.02 * np.exp(-np.arange(40) / 5)))
+    z = noise - noise.mean()
+    tail = z - 0.02 * (np.exp(-np.arange(40) / 5) - 0.124)
+    assert settling(z) == 0 and settling(z[::-1]) == 0
+    assert 0.001 < settling(tail) < 0.006 and settling(tail[::-1]) == 0
+    assert falling.half > 1.2 * flat.half
+    assert settling(z[:9]) == 0, "nine steps show no trend"
 
 
 def test_a_run_that_never_settles_says_so():

@@ -1,37 +1,22 @@
-"""What `python -m analysis table`, `ls`, `compare`, `baseline`, `reference` and `watch` print, and how they refuse."""
+"""What `python -m analysis table` prints, and how every command refuses."""
 
 import csv
 import io
-import json
-import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
+from in_process import run
 from synth import Point, folder_name, standard_grid, write_point, write_sweep
 
-from analysis.__main__ import main
-from analysis.published import _read, foundry_mfu, load_published
 from analysis.table import render
 
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     return write_sweep(tmp_path_factory.mktemp("table") / "grid", standard_grid())
-
-
-def run(capsys, *args):
-    """(exit code, lines of stdout, stderr) of one command, in this process."""
-    try:
-        code = main([str(a) for a in args])
-    except SystemExit as stop:
-        code = stop.code
-    out = capsys.readouterr()
-    return code, out.out.splitlines(), out.err
 
 
 def test_the_default_table(grid, capsys):
@@ -206,171 +191,6 @@ def test_table_of_a_sweep_that_has_just_begun(tmp_path):
     folder = write_sweep(tmp_path / "s", [Point(4, status="running", done=0), Point(8, started=False)])
     text = render(folder)
     assert text.startswith("no finished point yet") and "2 points: 1 running, 1 pending" in text
-
-
-# ls, watch
-
-
-def test_ls_lists_sweeps_with_their_census(tmp_path, capsys):
-    write_sweep(tmp_path / "first", standard_grid())
-    write_sweep(tmp_path / "second", [Point(4)])
-    (tmp_path / "unrelated").mkdir()
-    code, lines, _ = run(capsys, "ls", tmp_path)
-    assert code == 0 and len(lines) == 4
-    assert "6 ok, 1 pending, 1 oom, 1 infeasible" in lines[2] and lines[3].split()[0] == "second"
-
-
-def test_ls_of_an_empty_folder(tmp_path, capsys):
-    assert run(capsys, "ls", tmp_path)[:2] == (0, [f"no sweeps in {tmp_path}"])
-
-
-def test_watch_follows_a_sweep_to_its_end(tmp_path):
-    """A real second process watches while points start, run and end."""
-    done, running, waiting = Point(4, rate=40_000), Point(8, status="running", done=7, seed=1), Point(12, seed=2)
-    folder = write_sweep(tmp_path / "s", [done, running, waiting])
-    later = folder / folder_name(waiting)
-    later.rename(tmp_path / "later")
-    command = [sys.executable, "-m", "analysis", "watch", str(folder), "--interval", "0.1"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-    ) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # type: ignore[arg-type]
-        reader.start()
-        _until(lambda: any("1 of 3 points done: 1 ok, 1 running, 1 pending" in line for line in lines), lines)
-        (tmp_path / "later").rename(later)
-        path = folder / folder_name(running) / "status.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": "oom", "reason": "rank 1, 2 GiB"}))
-        assert process.wait(20) == 0
-        reader.join(5)
-    assert any(line.startswith(folder_name(running)) and "oom  rank 1, 2 GiB" in line for line in lines)
-    assert "3 of 3 points done: 2 ok, 1 oom" in lines[-1]
-
-
-def _until(condition, lines, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, lines
-        time.sleep(0.05)
-
-
-def test_watch_once_shows_the_running_step(tmp_path, capsys):
-    folder = write_sweep(tmp_path / "s", [Point(4, status="running", done=7), Point(8, seed=1)])
-    code, lines, _ = run(capsys, "watch", folder, "--once")
-    assert code == 0 and "1 of 2 points done" in lines[0]
-    assert re.search(r"step 7 of 40  loss 5\.38  [\d,]+ tokens/s", lines[-1])
-
-
-def test_watch_on_a_terminal(tmp_path):
-    """Under a pseudo-terminal the live picture is drawn, and it ends by itself with the sweep."""
-    import pty
-
-    folder = write_sweep(tmp_path / "s", [Point(4), Point(8, status="oom", reason="rank 0", done=2)])
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "analysis", "watch", str(folder), "--interval", "0.1"]
-    process = subprocess.Popen(
-        command, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
-    )
-    os.close(slave)
-    shown = b""
-    try:
-        while chunk := os.read(master, 4096):
-            shown += chunk
-    except OSError:  # the other side is closed
-        pass
-    finally:
-        os.close(master)
-    assert process.wait(20) == 0
-    assert b"2 of 2 points done" in shown and b"oom" in shown and b"\x1b[" in shown
-
-
-# compare, baseline
-
-
-def test_compare_finds_regressions_beyond_the_tolerance(tmp_path, capsys):
-    a = write_sweep(tmp_path / "a", [Point(mb, r, 50_000, seed=mb) for r in ("zero2", "zero2o") for mb in (4, 8)])
-    rates = {("zero2", 4): 50_000, ("zero2", 8): 46_000, ("zero2o", 4): 49_700, ("zero2o", 8): 54_000}
-    b = write_sweep(tmp_path / "b", [Point(mb, r, rate, seed=100 + mb) for (r, mb), rate in rates.items()])
-    code, lines, _ = run(capsys, "compare", a, b)
-    assert code == 1
-    verdicts = {
-        tuple(line.split()[:2]): line.split()[-1] for line in lines if line.split()[1:2] in (["zero2"], ["zero2o"])
-    }
-    assert verdicts == {
-        ("4", "zero2"): "same", ("8", "zero2"): "regression", ("4", "zero2o"): "same", ("8", "zero2o"): "faster",
-    }  # fmt: skip
-    assert run(capsys, "compare", a, b, "--tolerance", "0.1")[0] == 0
-    assert run(capsys, "compare", a, a)[0] == 0
-
-
-def test_compare_needs_to_be_sure(tmp_path, capsys):
-    """5 % slower, but so noisy that it may be chance."""
-    a = write_sweep(tmp_path / "a", [Point(4, rate=50_000, noise=0.15, steps=20, seed=3)])
-    b = write_sweep(tmp_path / "b", [Point(4, rate=47_500, noise=0.15, steps=20, seed=4)])
-    assert run(capsys, "compare", a, b)[0] == 0
-
-
-def test_a_point_that_no_longer_finishes_is_a_regression(tmp_path, capsys):
-    a = write_sweep(tmp_path / "a", [Point(4), Point(8)])
-    b = write_sweep(tmp_path / "b", [Point(4), Point(8, status="oom", reason="x", done=1)])
-    code, lines, _ = run(capsys, "compare", a, b, "--format", "md")
-    assert code == 1 and any("| oom" in line and "regression" in line for line in lines)
-    assert run(capsys, "compare", b, a)[0] == 0
-
-
-def test_baselines_are_small_and_stand_for_their_sweep(grid, tmp_path, capsys):
-    _, lines, _ = run(capsys, "baseline", grid)
-    text = "\n".join(lines) + "\n"
-    assert len(text) < 8_000 and "/" not in json.loads(text)["name"]
-    (tmp_path / "base.json").write_text(text)
-    assert run(capsys, "compare", tmp_path / "base.json", grid)[0] == 0
-    slower = [
-        Point(p.micro_batch, p.reduction, 0.9 * p.rate, p.status, p.reason, seed=p.seed) for p in standard_grid()[:6]
-    ]
-    code, lines, _ = run(capsys, "compare", tmp_path / "base.json", write_sweep(tmp_path / "b", slower))
-    assert code == 1 and lines[-1] == "6 regressions."
-
-
-def test_compare_says_what_else_changed(tmp_path, capsys):
-    a = write_sweep(tmp_path / "a", [Point(4), Point(8)])
-    b = write_sweep(
-        tmp_path / "b", [Point(mb, config={"compile": {"name": "none"}}, host={"driver": "600.1"}) for mb in (4, 8)]
-    )
-    _, lines, _ = run(capsys, "compare", a, b)
-    assert "- compile: layer → none" in lines and "- driver: 580.159 → 600.1" in lines
-
-
-def test_nothing_to_compare(tmp_path, capsys):
-    a, b = write_sweep(tmp_path / "a", [Point(4)]), write_sweep(tmp_path / "b", [Point(8), Point(16)])
-    code, _, err = run(capsys, "compare", a, b)
-    assert code == 2 and "no point of a matches one of b (by micro_batch)" in err
-
-
-# published results
-
-
-def test_every_llm_foundry_row_gives_its_published_mfu():
-    rows = _read("llm_foundry.csv")
-    assert len(rows) == 154
-    assert (foundry_mfu(rows) / rows["MFU"] - 1).abs().max() < 1e-3
-
-
-def test_known_rows_under_our_convention():
-    rows = load_published()
-    llama = rows[(rows["model"] == "Llama3.1-8B") & (rows["precision"] == "bf16") & (rows["gpus"] == 8)].iloc[0]
-    assert llama["mfu"] == pytest.approx(39.0, abs=0.1) and llama["mfu_published"] == 39
-    large = rows[(rows["model"] == "Llama3.1-405B") & rows["gpu"].eq("H100-94G")].iloc[0]
-    assert large["mfu"] == pytest.approx(large["mfu_published"], abs=0.1)
-    foundry = rows[rows["source"].str.startswith("llm-foundry")]
-    assert (foundry["mfu"] / foundry["mfu_published"] - 1).abs().max() < 2e-3
-    assert (rows["convention"].str.len() > 0).all() and (rows["source"].str.len() > 0).all()
-
-
-def test_reference_command(capsys):
-    code, lines, _ = run(capsys, "reference", "--where", "gpu~h200,precision=bf16", "--format", "csv")
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
-    assert code == 0 and rows and all("H200" in row["gpu"] for row in rows)
 
 
 def test_names_of_every_kind_survive(tmp_path, capsys):

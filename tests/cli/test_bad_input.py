@@ -114,13 +114,26 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("line", CASES, ids=[line[:40] for line in CASES])
+#: one of each way to an error, for `make test`; all of them take a process each, and run in `make test-all`
+QUICK = (
+    "micro_batc=3", "+foo=1", "model.dimm=3", "model=dense_1bb", "reduction=zero2,zero9", "model=../secret", "sweeps=nope",
+    "model/dim=3", "schema=train", "=3", "~micro_batch", "micro_batch=0", "micro_batch=four", "micro_batch=[4", "optim.lr=nan",
+    "parallelism.dp_shard=0", "micro_batch=range(4,2)", "device=gpu", "model={name:x}", "name=a name=b", "repeats=2,3",
+    "hydra.mode=RUN", "micro_batch=${nope:1}", "name=a/b", "data.path=not/there", "--nope", "--cfg nope",
+    "--experimental-rerun x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line", [line if line in QUICK else pytest.param(line, marks=pytest.mark.slow) for line in CASES],
+    ids=[line[:40] for line in CASES],
+)  # fmt: skip
 def test_refused_in_one_line(tmp_path: Path, line: str) -> None:
     refused(line.split(" "), tmp_path, *CASES[line])
 
 
 def test_there_are_enough_kinds() -> None:
-    assert len(CASES) >= 40
+    assert len(CASES) >= 40 and set(QUICK) <= set(CASES)
 
 
 #: what only shows once this machine has been looked at, or when all is put together

@@ -16,6 +16,7 @@ from train import config
 from train.config import Train
 from train.launch import starters
 from train.launch.classify import Verdict
+from train.launch.heartbeat import LAYOUT
 from train.launch.supervisor import Stop, Supervisor
 from train.sweep import freeze, points
 
@@ -190,6 +191,40 @@ class Command:
         """No process and no scratch folder of this command remains."""
         wait_for(f"processes {self.living()} end", lambda: not self.living(), seconds)
         assert not list(self.temp.glob("mfu-sweep-[0-9]*-[0-9]*-*")), "scratch left behind"
+
+
+class Onlooker(threading.Thread):
+    """Sees from outside when the points of a running command took their first step and when they reached their end."""
+
+    def __init__(self, command: Command, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.command, self.folder = command, folder
+        self.first: dict[str, float] = {}  # scratch folder → monotonic seconds
+        self.ended: dict[str, float] = {}  # point folder → monotonic seconds
+        self.start()
+
+    def run(self) -> None:
+        while self.command.process.poll() is None:
+            for beat in self.command.temp.glob("mfu-sweep-[0-9]*/heartbeat-0"):
+                if beat.parent.name not in self.first and self._step(beat) >= 0:
+                    self.first[beat.parent.name] = time.monotonic()
+            for path in self.folder.glob("*/status.json"):
+                name = path.parent.name
+                if name not in self.ended and read(path).get("status", "running") != "running":
+                    self.ended[name] = time.monotonic()
+            time.sleep(0.01)
+
+    def _step(self, beat: Path) -> int:
+        try:
+            data = beat.read_bytes()
+        except OSError:
+            return -1
+        return int(LAYOUT.unpack(data)[1]) if len(data) == LAYOUT.size else -1
+
+    def gaps(self) -> list[float]:
+        """Seconds from a point's end to the next one's first step."""
+        self.join()
+        return [first - end for end, first in zip(self.ended.values(), list(self.first.values())[1:])]
 
 
 def sweep(out: Path, *args: str, **options: Any) -> Command:

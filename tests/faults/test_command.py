@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -11,10 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.lab import ROOT, TINY, Command, gone, read, statuses, steps, sweep, wait_for
+from analysis.load import load
+from analysis.usage import device_hours, wall_seconds
+from tests.faults.lab import ROOT, TINY, Command, Onlooker, gone, read, statuses, steps, sweep, wait_for
 
 KINDS = {
     "exception": ("crashed", "rank 1 at step 2: RuntimeError: injected by fault=exception (consequence on rank 0)"),
+    "exceptions": (
+        "crashed",
+        "rank 1 at step 2: RuntimeError: injected by fault=exceptions, the first"
+        " (later: rank 0: ValueError: injected by fault=exceptions, 50 ms later)",
+    ),
     "exit": ("crashed", "rank 1 left with exit code 0 at step 2 and no result"),
     "nan": ("crashed", "non-finite loss at step 2, first on rank 1"),
     "inf_grad": ("crashed", "non-finite gradient norm at step 2"),
@@ -30,18 +38,22 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("reduction", ["ddp", "zero2o", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reduction", ["ddp", *(pytest.param(r, marks=pytest.mark.slow) for r in ("zero2o", "fsdp"))])
 def test_every_kind_of_fault_then_resume(tmp_path: Path, reduction: str) -> None:
     faults = ",".join(f"{kind}@1:2" for kind in KINDS)
     args = [
         "name=f", *TINY, f"reduction={reduction}", f"fault=null,{faults}", "steps=8", "max_failures=50",
         "launch.hang_seconds=2", "launch.first_step_timeout=60",
     ]  # fmt: skip
-    done = sweep(tmp_path, *args)
+    done = Command(tmp_path, *args)
+    seen = Onlooker(done, tmp_path / "f")
+    done.finish()
     assert done.code == 1, done.output
     done.nothing_left()
     found = statuses(tmp_path / "f")
     assert len(found) == len(KINDS) + 1
+    gaps = seen.gaps()
+    assert len(gaps) == len(KINDS) and max(gaps) < 3, gaps  # the next point's first step
     clean = None
     for name, status in found.items():
         kind = str(yaml.safe_load((tmp_path / "f" / name / "config.yaml").read_text())["fault"]).partition("@")[0]
@@ -72,19 +84,21 @@ def test_every_kind_of_fault_then_resume(tmp_path: Path, reduction: str) -> None
         assert (tmp_path / "f" / name / "attempts" / "1" / "status.json").exists() == rerun
     assert bytes_of(clean) == before  # finished points are unchanged to the byte
     third.nothing_left()
+    hours_add_up(tmp_path / "f")
 
 
-def test_two_exceptions_the_earlier_is_named(tmp_path: Path) -> None:
-    """Rank 1 raises by itself; rank 0 gets a different error of its own 50 ms later, not a consequence."""
-    from train.launch.classify import RankEnd, judge
-
-    at = time.monotonic()
-    error = {"kind": "error", "type": "ValueError", "message": "late", "step": 3}
-    first = {"kind": "error", "type": "KeyError", "message": "early", "step": 3}
-    ends = [RankEnd(0, 1, at, error=error | {"at": at + 0.05}), RankEnd(1, 1, at + 0.2, error=first | {"at": at})]
-    verdict = judge(ends)
-    assert verdict.rank == 1
-    assert verdict.reason == "rank 1 at step 3: KeyError: early (later: rank 0: ValueError: late)"
+def hours_add_up(root: Path) -> None:
+    """The report's device-hours are the sums over all attempts in the run folders."""
+    used = wasted = 0.0
+    for path in sorted(root.glob("*/**/status.json")):
+        status = read(path)
+        seconds = status["summary"]["wall_s"] * len(status["ranks"])
+        assert status["summary"]["device_hours"] == pytest.approx(seconds / 3600)
+        used, wasted = used + seconds, wasted + (status["status"] != "ok") * seconds
+    assert 0 < wasted < used
+    assert device_hours(load(root).points) == pytest.approx((used / 3600, wasted / 3600))
+    unit, scale = ("device-hours", 3600) if used >= 360 else ("device-seconds", 1)
+    assert f"{used / scale:.3g} {unit} used, {wasted / scale:.3g} of them" in (root / "report.html").read_text()
 
 
 def running(folder: Path) -> Path | None:
@@ -157,20 +171,22 @@ def test_supervisor_killed_then_lost_then_done(tmp_path: Path) -> None:
     command.finish()
     wait_for("its ranks end by themselves", lambda: all(gone(p) for p in pids), 5)
     left = read(first.parent / "status.json")["status"]
+    other = ["name=k", *TINY, "steps=2", "retries=0"]  # a command on the folder whose grid does not have the point
+    assert sweep(tmp_path, *other).code == 0
+    assert read(first.parent / "status.json")["status"] == ("lost" if left == "running" else left)
     again = sweep(tmp_path, *args)
     assert again.code == 0, again.output
-    assert ("lost, its supervisor" in again.output) == (left == "running")
     found = statuses(tmp_path / "k")
-    assert {s["status"] for s in found.values()} == {"ok"}
-    for name in found:
-        assert steps(tmp_path / "k" / name) == list(range(40))
+    assert len(found) == 3 and {s["status"] for s in found.values()} == {"ok"}
+    assert sorted(len(steps(tmp_path / "k" / name)) for name in found) == [2, 40, 40]
     if left == "running":
-        assert read(first.parent / "attempts" / "1" / "status.json")["status"] == "lost"
+        lost = read(first.parent / "attempts" / "1" / "status.json")
+        assert lost["status"] == "lost" and 0 < wall_seconds(lost) < 60  # what it used is known, and wasted
     again.nothing_left()
 
 
 def test_damaged_and_edited_files(tmp_path: Path) -> None:
-    args = ["name=d", *TINY, "seed=0,1,2,3,4,5", "steps=3"]
+    args = ["name=d", *TINY, "nproc=1", "seed=0,1,2,3,4,5", "steps=3"]
     assert sweep(tmp_path, *args).code == 0
     root = tmp_path / "d"
     folders = [root / n for n in statuses(root)]
@@ -216,6 +232,7 @@ def test_code_changed(tmp_path: Path) -> None:
     assert len(set(codes)) == 2  # the kept point was measured with the old code, and says so
 
 
+@pytest.mark.slow
 def test_snapshot_runs_whatever_the_checkout_becomes(tmp_path: Path) -> None:
     """The warm server is killed and the checkout broken while a sweep runs: the next points run the snapshot."""
     copy = tmp_path / "checkout"
@@ -250,7 +267,7 @@ def test_two_commands_on_one_folder(tmp_path: Path) -> None:
 
 
 def test_closed_output_does_not_end_a_sweep(tmp_path: Path) -> None:
-    """`python -m train … | head -1`, and no standard output at all."""
+    """`python -m train … | head -1`."""
     read_end, write_end = os.pipe()
     command = Command(tmp_path, "name=p", *TINY, "seed=0,1", "steps=3", stdout=write_end, stderr=write_end)
     os.close(write_end)
@@ -259,6 +276,10 @@ def test_closed_output_does_not_end_a_sweep(tmp_path: Path) -> None:
     command.finish()
     assert {s["status"] for s in statuses(tmp_path / "p").values()} == {"ok"}
     assert command.code == 0
+
+
+@pytest.mark.slow
+def test_no_standard_output_at_all(tmp_path: Path) -> None:
     closed = sweep(tmp_path, "name=q", *TINY, "steps=3", wrap=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"))
     assert closed.code == 0
     assert {s["status"] for s in statuses(tmp_path / "q").values()} == {"ok"}
@@ -292,3 +313,27 @@ def test_terminal_closed(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 129
     found = sorted(s.get("status", "pending") for s in statuses(tmp_path / "h").values())
     assert found == ["interrupted", "pending"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_signal_at_a_random_moment_of_short_points(tmp_path: Path, seed: int) -> None:
+    """Points of a tenth of a second: the signal falls between two of them as often as into one."""
+    args = ["name=b", *TINY, "steps=1", "seed=range(0,16)"]
+    command = Command(tmp_path, *args)
+    wait_for(
+        "points end", lambda: len(list(tmp_path.glob("b/*/status.json"))) > 2 or command.process.poll() is not None
+    )
+    time.sleep(random.Random(seed).uniform(0, 1))
+    command.process.send_signal(signal.SIGINT)
+    command.finish()
+    assert command.code == 130, command.output
+    command.nothing_left()
+    found = {n: s.get("status", "pending") for n, s in statuses(tmp_path / "b").items()}
+    assert len(found) == 16 and set(found.values()) <= {"ok", "interrupted", "pending"}, found
+    assert list(found.values()).count("interrupted") <= 1
+    kept = {n: bytes_of(tmp_path / "b" / n) for n, s in found.items() if s == "ok"}
+    assert 0 < len(kept) < 16
+    again = sweep(tmp_path, *args)
+    assert again.code == 0 and f"{len(kept)} kept" in again.output, again.output
+    assert all(bytes_of(tmp_path / "b" / n) == content for n, content in kept.items())

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.lab import Lab, gone, steps, wait_for
+from train import config
+from train.launch import starters
 
 LONG = {"steps": 10**6}
 PHASES = [("start", -1), ("build", -1), ("train", 0), ("train", 20)]
@@ -28,7 +30,9 @@ def test_killed(lab: Lab, tmp_path: Path, rank: int, phase: str, step: int) -> N
     if phase != "start":
         trial.reach(phase, step)
     os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
     verdict = trial.end()
+    assert time.monotonic() - killed < 2  # with its final status written and its ranks gone
     assert verdict.status == "crashed"
     assert verdict.reason.startswith(f"rank {rank} killed by signal 9 (SIGKILL)"), verdict.reason
     assert trial.status["status"] == "crashed" and trial.status["reason"] == verdict.reason
@@ -63,6 +67,27 @@ def test_stopped_rank_is_a_hang(lab: Lab, tmp_path: Path, rank: int) -> None:
     assert failure["limit_s"] <= failure["quiet_s"] < failure["limit_s"] + 1  # on a busy machine a look may come late
     for r in (0, 1):
         assert "worker.py" in (trial.folder / "logs" / f"rank{r}.stack").read_text()
+
+
+@pytest.mark.slow
+def test_hang_limit_grows_with_the_slowest_step(lab: Lab, tmp_path: Path) -> None:
+    """Both ranks are held for 0.8 s in a steady step; from then on a hang takes five times that."""
+    assert config.Launch().hang_seconds == 10
+    trial = lab.start(tmp_path, launch={"hang_seconds": 2.0}, **LONG)
+    trial.reach("train", 5)
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        for rank in (0, 1):
+            os.kill(trial.pid(rank), signum)
+        time.sleep(0.8)
+    slowest = max(w.slowest for w in trial.supervisor.watches.values())
+    assert slowest > 0.7
+    os.kill(trial.pid(0), signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert trial.end().status == "timeout"
+    failure = trial.status["summary"]["failure"]
+    assert failure["limit_s"] == pytest.approx(5 * slowest)
+    assert failure["limit_s"] <= failure["quiet_s"] < failure["limit_s"] + 1
+    assert time.monotonic() - stopped < failure["limit_s"] + 3  # stacks of all ranks included
 
 
 def test_sleeping_rank_is_told_from_its_victim(lab: Lab, tmp_path: Path) -> None:
@@ -116,6 +141,18 @@ def test_server_killed(lab: Lab, tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     again = lab.run(tmp_path / "next", steps=3)  # another server takes its place
     assert again.verdict is not None and again.verdict.status == "ok"
+
+
+@pytest.mark.slow
+def test_server_stopped(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that no longer answers is ended and replaced; nobody waits for it for ever."""
+    lab.run(tmp_path / "before", steps=3)
+    monkeypatch.setattr(starters, "ANSWER_SECONDS", 1.0)
+    os.kill(lab.warm.process.pid, signal.SIGSTOP)
+    verdict = lab.run(tmp_path, steps=3).verdict
+    assert verdict is not None and verdict.status == "crashed"
+    assert "the rank server gave no answer for 1 s" in verdict.reason
+    assert lab.run(tmp_path / "next", steps=3).status["status"] == "ok"
 
 
 def test_open_files_used_up(lab: Lab, tmp_path: Path) -> None:

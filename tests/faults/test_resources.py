@@ -42,13 +42,30 @@ def test_full_disk_then_space(lab: Lab, small_disk: Path) -> None:
     verdict = trial.end()
     assert verdict.status == "crashed"
     assert re.search("No space left on device|can't be written", verdict.reason), verdict.reason
-    assert trial.status["status"] in ("running", "crashed")  # old or new, never half
+    assert trial.status["status"] == "crashed" and trial.status["reason"] == verdict.reason  # room was reserved for it
     assert (trial.folder / "status.json").read_text().endswith("}\n")
     ballast.unlink()
     again = lab.run(small_disk, steps=10**6, timeout=1.0)  # the supervisor of the next point is none the worse
     assert again.verdict is not None and again.verdict.status == "timeout"
     shutil.rmtree(again.folder)
     assert lab.run(small_disk, steps=5).status["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_full_temporary_folder(small_disk: Path, tmp_path: Path) -> None:
+    """No room for a rank's result, nor for the record of its failure: the log's last line says what it was."""
+    args = ["name=t", *TINY, "seed=0,1", "steps=300"]
+    command = Command(tmp_path, *args, env={"TMPDIR": str(small_disk)})
+    wait_for("a point trains", lambda: list(tmp_path.glob("t/*/metrics.jsonl")) or command.process.poll() is not None)
+    ballast = fill(small_disk)
+    command.finish()
+    ballast.unlink()
+    assert command.code == 1 and "Traceback" not in command.output, command.output
+    found = statuses(tmp_path / "t")
+    assert "running" not in {s.get("status") for s in found.values()}, found
+    assert any("No space left on device" in s.get("reason", "") for s in found.values()), found
+    again = sweep(tmp_path, *args)
+    assert again.code == 0, again.output
 
 
 def test_disk_vanishes(lab: Lab, small_disk: Path) -> None:
@@ -70,6 +87,9 @@ def test_full_disk_does_not_stop_the_command_with_a_traceback(small_disk: Path, 
     command.finish()
     assert command.code == 1 and "Traceback" not in command.output, command.output
     assert "No space left on device" in command.output
+    left = {s.get("status", "pending") for s in statuses(small_disk / "e").values()}
+    assert "running" not in left and "crashed" in left, left
+    assert not list(small_disk.glob("e/*/.reserve")), "the reserve outlives its point"
     ballast.unlink()
     for path in small_disk.glob("e/*/config.yaml"):
         assert path.stat().st_size  # whole, or a rerun would refuse it
@@ -143,7 +163,9 @@ def test_no_more_processes(lab: Lab, tmp_path: Path) -> None:
 def test_file_size_limit(tmp_path: Path) -> None:
     """RLIMIT_FSIZE 4 KiB: metrics.jsonl hits it first."""
     done = sweep(tmp_path, "name=z", *TINY, "steps=200", "seed=0,1", wrap=("prlimit", "--fsize=20000"))
-    assert done.code in (1, 2) and "Traceback" not in done.output, done.output
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    for status in statuses(tmp_path / "z").values():
+        assert status["status"] == "crashed" and "File too large" in status["reason"], status
 
 
 #: shifts the time of day alone. Debian's faketime also shifts absolute sleeps on the monotonic clock, which is how Python 3.11
@@ -226,6 +248,7 @@ def test_long_paths(tmp_path: Path) -> None:
     assert too_long.code == 2 and too_long.output.count("\n") == 1, too_long.output
 
 
+@pytest.mark.slow
 def test_rendezvous_ports_and_four_sweeps_at_once(tmp_path: Path) -> None:
     """Four commands, each with its own lock folder, so that their ranks really run side by side."""
     commands = [Command(tmp_path / str(i), "name=r", *TINY, "steps=3", "launch.warm=false") for i in range(4)]

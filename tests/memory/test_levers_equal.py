@@ -59,7 +59,7 @@ def pairs() -> list[tuple[str, str]]:
     return [(a, b) for a, b in combinations(EXACT, 2) if not any({a, b} <= kind for kind in kinds)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lever", EXACT)
 def test_alone(lever: str, dtype: str) -> None:
     case = Case("ddp", dtype)

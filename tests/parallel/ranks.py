@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
 
@@ -94,6 +95,7 @@ def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> N
         # all ranks are done with the last case: its groups go, or hundreds of gloo's threads would poll beside the next one
         for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
             dist.destroy_process_group(left)
+        _clear_sharding_prop_cache()  # DTensor's, by the value of meshes that had those groups
         try:
             reply = True, case(rank, world, *args, **kwargs)
         except BaseException:

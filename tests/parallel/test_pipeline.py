@@ -1,13 +1,16 @@
 """Every pipeline schedule on real ranks against one process: losses, every gradient, the clipped norm, weights."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+from train.measure.metrics import Meter
 from train.parallel.stages import SCHEDULES
 
 WHOLE = [name for name, s in SCHEDULES.items() if not s.split]
@@ -31,6 +34,23 @@ def test_with_data_parallel(four: Ranks, reduction: str, name: str) -> None:
 
 def test_with_tensor_parallel(four: Ranks) -> None:
     check(four, replace(ONE, pp_schedule="1f1b", model="even", tp=2))
+
+
+def measured(rank: int, world: int, folder: Path) -> float:
+    """One step through the meter: ranks 1 and 3 have the last stage; the loss that rank 0 wrote."""
+    last = rank % 2 == 1
+    meter = Meter(
+        torch.device("cpu"), rank, world, 1, {}, None, folder / "metrics.jsonl" if rank == 0 else None,
+        loss_weight=float(last),
+    )  # fmt: skip
+    meter.start(0)
+    meter.results(torch.tensor(float(rank) if last else 0.0), torch.tensor(1.0), 0.0)
+    meter.finish(meter.start(1), last=True)
+    return meter.last.get("loss", 0.0)
+
+
+def test_the_loss_is_the_mean_over_the_ranks_that_have_one(four: Ranks, tmp_path: Path) -> None:
+    assert four.run(measured, tmp_path)[0] == 2.0
 
 
 @pytest.mark.slow
@@ -72,6 +92,13 @@ def test_pairs_with_data_parallel(four: Ranks, reduction: str, name: str) -> Non
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pairs_with_tensor_parallel(four: Ranks, reduction: str, name: str) -> None:
     check(four, replace(ONE, reduction=reduction, pp_schedule=name, model="even", tp=2, qk_norm=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ("ddp", "fsdp"))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pairs_with_context_parallel(four: Ranks, reduction: str, name: str) -> None:
+    check(four, replace(ONE, reduction=reduction, pp_schedule=name, model="even", cp=2))
 
 
 @pytest.mark.slow

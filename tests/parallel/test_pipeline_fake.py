@@ -1,12 +1,12 @@
 """Pipelines at sizes that no test machine has: a process group that sends nothing, one process that plays one rank."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining import schedules
 
+from tests.parallel.fake import shapes_are_known
 from tests.parallel.nobody import fake_group
 from train import config
 from train.memory import levers
@@ -16,14 +16,6 @@ from train.parallel.build import build
 from train.parallel.dims import Dims
 
 CPU = torch.device("cpu")
-
-
-def static(_: Any, made: list[Any], *__: Any, **___: Any) -> None:
-    """In place of the vote by which the ranks agree on known shapes: there is nobody to vote."""
-    from torch.distributed.pipelining._utils import InferenceMode
-
-    for stage in made:
-        stage._inference_mode = InferenceMode.STATIC
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +40,7 @@ def test_64_stages_by_16(name: str, virtual: int, reduction: str, place: int, mo
         memory=config.Memory("none"), compile=config.Compile("none"), micro_batch=1, grad_accum=64, seq_len=8,
     )  # fmt: skip
     rank = place * 16 + 7
-    monkeypatch.setattr(theirs._PipelineSchedule, "_warmup_p2p", static)
+    monkeypatch.setattr(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known)
     with fake_group(1024, rank):
         dims = Dims.of(cfg, 1024, rank, CPU)
         with torch.device("meta"):

@@ -36,13 +36,17 @@ def compose(recipe: str, folder: Path) -> config.Train:
 def test_builds_and_steps_at_full_size(recipe: str, tmp_path: Path) -> None:
     cfg = compose(recipe, tmp_path)
     assert cfg.nproc is not None
+    if cfg.parallelism.pp != 1:
+        cfg.grad_accum = int(cfg.parallelism.pp)  # more micro-batches show no more
     (tmp_path / "config.yaml").write_text(freeze.config_text(cfg))
     owned = []
-    for rank in (0, cfg.nproc - 1):
+    pp = int(cfg.parallelism.pp)  # one rank of every stage
+    for rank in (0, cfg.nproc - 1) if pp == 1 else range(0, cfg.nproc, cfg.nproc // pp):
         command = [sys.executable, "-m", "tests.parallel.fake", str(tmp_path / "config.yaml"), str(rank)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
         assert done.returncode == 0, done.stderr[-3000:]
         owned.append(int(done.stdout.split()[-1]))
     # together the ranks of an island hold every parameter at least once, and no more than padding and norms above
     island = cfg.nproc // int(cfg.parallelism.dp_replicate)
-    assert flops.param_count(cfg.model) <= owned[0] * island <= 1.05 * flops.param_count(cfg.model)
+    together = owned[0] * island if pp == 1 else sum(owned) * island // pp
+    assert flops.param_count(cfg.model) <= together <= 1.05 * flops.param_count(cfg.model)

@@ -86,6 +86,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+@pytest.mark.slow
 def test_a_point_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """To the bit where it would have ended without the interruption."""
     common = [*FAST, "steps=100", "nproc=1", "checkpoint.every=20", "checkpoint.keep=100"]

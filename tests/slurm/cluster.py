@@ -23,6 +23,8 @@ from filelock import FileLock
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "squeue")
+#: what accounting needs more: Debian's slurmdbd and mariadb-server
+ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
 CONF = """\
 ClusterName=mfusweep
 SlurmctldHost=localhost
@@ -44,11 +46,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf_interval=2
-AccountingStorageType={accounting}
+{accounting}
 JobCompType=jobcomp/none
 MpiDefault=none
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 MaxArraySize={max_array}
 KillWait=10
 SlurmdTimeout={slurmd_timeout}
@@ -65,9 +67,31 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preem
 """
 
 
-def missing() -> list[str]:
-    """Programs of SLURM that this host lacks."""
-    return [p for p in PROGRAMS if shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge.socket
+AccountingStorageEnforce=associations
+"""
+SLURMDBD = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+DbdHost=localhost
+DbdPort={port}
+SlurmUser=root
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={database}
+StorageUser=root
+"""
+
+
+def missing(programs: tuple[str, ...] = PROGRAMS) -> list[str]:
+    """Those programs that this host lacks."""
+    return [p for p in programs if shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
 
 
 def free_ports(count: int) -> list[int]:
@@ -81,14 +105,27 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def listening(port: int) -> bool:
+    """Whether somebody answers there."""
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Cluster:
     """Starts in __enter__, is gone after __exit__."""
 
-    def __init__(self, folder: Path, max_array: int = 1001, slurmd_timeout: int = 15, more: str = "") -> None:
+    def __init__(
+        self, folder: Path, max_array: int = 1001, slurmd_timeout: int = 15, more: str = "", accounting: bool = False
+    ) -> None:
         self.folder = folder
         self.conf = folder / "slurm.conf"
         self.settings = {"max_array": max_array, "slurmd_timeout": slurmd_timeout, "more": more}
-        self.settings["accounting"] = "accounting_storage/none"
+        self.accounting = free_ports(2) if accounting else []  # of slurmdbd and of its database
+        self.settings["accounting"] = (
+            ACCOUNTING.format(folder=folder, port=self.accounting[0])
+            if accounting
+            else "AccountingStorageType=accounting_storage/none"
+        )
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def env(self, **more: str) -> dict[str, str]:
@@ -103,10 +140,15 @@ class Cluster:
         return done.stdout
 
     def start(self, name: str, *command: str) -> None:
-        """Start a daemon in the foreground, as our child, so that none can be left over."""
+        """Start a daemon in the foreground, as our child that dies with us, so that none can be left over."""
         log = open(self.folder / f"{name}.out", "ab")
         self.daemons[name] = subprocess.Popen(
-            command, env=self.env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            ("setpriv", "--pdeathsig", "KILL", *command),
+            env=self.env(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         log.close()
 
@@ -123,6 +165,32 @@ class Cluster:
         """slurmctld."""
         self.start("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
 
+    def start_accounting(self) -> None:
+        """A database of our own, slurmdbd on it, and root's account `team`."""
+        port, database = self.accounting
+        data = f"--datadir={self.folder}/db"
+        install = (
+            "mariadb-install-db",
+            "--no-defaults",
+            "--auth-root-authentication-method=normal",
+            "--user=root",
+            data,
+        )
+        self.command(*install, "--skip-test-db")
+        self.start(
+            "mariadbd", "mariadbd", "--no-defaults", "--user=root", data, f"--socket={self.folder}/db.socket",
+            "--bind-address=127.0.0.1", f"--port={database}", f"--pid-file={self.folder}/db.pid",
+            "--innodb-buffer-pool-size=32M", "--innodb-lock-wait-timeout=900",
+        )  # fmt: skip
+        self.wait(lambda: listening(database), "database")
+        conf = self.folder / "slurmdbd.conf"
+        conf.touch(mode=0o600)
+        conf.write_text(SLURMDBD.format(folder=self.folder, port=port, database=database))
+        self.start("slurmdbd", "slurmdbd", "-D")
+        self.wait(lambda: listening(port), "slurmdbd")
+        for thing in (("cluster", "mfusweep"), ("account", "team"), ("user", "root", "account=team")):
+            self.command("sacctmgr", "--immediate", "add", *thing)
+
     def __enter__(self) -> "Cluster":
         for part in ("state", *(f"spool-{n}" for n in NODES)):
             (self.folder / part).mkdir(parents=True)
@@ -138,6 +206,8 @@ class Cluster:
                 f"--seed-file={self.folder}/munged.seed", "--num-threads=2",
             )  # fmt: skip
             self.wait(lambda: (self.folder / "munge.socket").exists(), "munged")
+            if self.accounting:
+                self.start_accounting()
             self.start_controller()
             for node in NODES:
                 self.start_node(node)
@@ -197,7 +267,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         if "slurmctld" in self.daemons:
             subprocess.run(["scancel", "--user", "root"], env=self.env(), timeout=60)
-        for name in ("slurmctld", *NODES, "munged"):
+        for name in ("slurmctld", *NODES, "slurmdbd", "mariadbd", "munged"):
             daemon = self.daemons.pop(name, None)
             if daemon is None:
                 continue

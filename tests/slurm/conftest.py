@@ -93,6 +93,13 @@ class Cli:
         assert code is None or p.returncode == code, f"exit {p.returncode}:\n{text}\n{self.logs()}"
         return text
 
+    def stop(self) -> None:
+        """End the commands that still run."""
+        for p in self.started:
+            if p.poll() is None:
+                os.killpg(p.pid, signal.SIGKILL)
+                p.wait()
+
     def local(self, *args: str, timeout: float = 240) -> str:
         """The same on this machine."""
         done = subprocess.run(
@@ -152,7 +159,4 @@ def cli(cluster: Cluster, tmp_path: Path) -> Iterator[Cli]:
     out.mkdir()
     it = Cli(cluster, out)
     yield it
-    for p in it.started:
-        if p.poll() is None:
-            os.killpg(p.pid, signal.SIGKILL)
-            p.wait()
+    it.stop()

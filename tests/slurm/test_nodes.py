@@ -56,7 +56,7 @@ def test_the_other_nodes_supervisor_killed(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_that_goes_down(cli: Cli) -> None:
+def test_a_node_whose_daemon_dies(cli: Cli) -> None:
     """slurmd of n2 killed and its step with it: SLURM sees it after SlurmdTimeout, we after 20 s of silence."""
     p = cli.start(*TWO, "steps=100000", "name=down")
     folder = cli.until(cli.training("down"), "steps")
@@ -69,14 +69,35 @@ def test_a_node_that_goes_down(cli: Cli) -> None:
     step.kill()
     for child in [*theirs.children(recursive=True), theirs]:
         child.kill()
-    cli.until(lambda: not any(psutil.pid_exists(o) for o in ours), "end of the ranks on n1", 45)
-    assert time.monotonic() - began < 45
-    cli.until(lambda: attempts(folder) or cli.states("down") in (["lost"], ["interrupted"]), "end of the attempt", 60)
+    cli.until(lambda: not any(psutil.pid_exists(o) for o in ours), "end of the ranks on n1", 30)
+    assert time.monotonic() - began < 30
+    cli.until(lambda: attempts(folder) or cli.states("down") == ["lost"], "end of the attempt", 60)
     cli.cluster.start_node("n2")
     cli.until(lambda: attempts(folder), "a second attempt", 120)
-    assert attempts(folder)[0]["status"] in ("lost", "interrupted")
+    assert attempts(folder)[0]["status"] == "lost"
     cli.run("name=down", "cancel=true")
     p.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requeues", [1, 0])
+def test_a_node_set_down(cli: Cli, requeues: int) -> None:
+    """SLURM ends the job on both nodes and requeues it; launch.requeues says how often the point is tried again."""
+    p = cli.start(*TWO, "steps=600", "name=set", f"launch.requeues={requeues}")
+    folder = cli.until(cli.training("set"), "steps")
+    ours = rank_pids(node(folder, 0)["pid"])
+    cli.cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    cli.until(lambda: not any(psutil.pid_exists(o) for o in ours), "end of the ranks on n1", 30)
+    cli.until(lambda: cli.states("set") != ["running"] or attempts(folder), "a status", 30)
+    cli.cluster.resume()
+    text = p.communicate(timeout=240)[0]
+    (status,) = cli.points("set").values()
+    if requeues:
+        assert p.returncode == 0 and status["status"] == "ok" and status["attempt"] == 2, text + cli.logs()
+        (status,) = attempts(folder)
+    else:
+        assert p.returncode == 1 and not attempts(folder), text + cli.logs()
+    assert (status["status"], status["reason"]) == ("lost", "node n2 is down")
 
 
 @pytest.mark.slow

@@ -146,13 +146,28 @@ def test_a_point_without_a_final_status(state: str | None, started: bool, expect
         assert found.reason.startswith("infrastructure: ") and found.reason.endswith("python: not found")
 
 
-def test_preemption_is_told_from_a_cancellation(fake: Fake) -> None:
-    fake("scontrol", "JobId=15 JobState=RUNNING Reason=None PreemptTime=2026-11-29T15:43:55 EndTime=x\n")
-    assert queue.preempted("15")
-    fake("scontrol", "JobId=15 JobState=RUNNING Reason=None PreemptTime=None EndTime=x\n")
-    assert not queue.preempted("15")
-    fake("scontrol", "JobId=15 JobState=COMPLETING Reason=None PreemptTime=2026-11-29T15:43:55\n")
-    assert not queue.preempted("15")
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("JobState=RUNNING Restarts=1 PreemptTime=2026-11-29T15:43:55 EndTime=x", "preempted"),
+        ("JobState=RUNNING Restarts=1 PreemptTime=None", ""),
+        ("JobState=COMPLETING Restarts=1 PreemptTime=2026-11-29T15:43:55", ""),
+        ("JobState=COMPLETING Restarts=1 ExitCode=0:15", ""),
+        ("JobState=COMPLETING Restarts=2 ExitCode=0:0", "requeued"),
+        ("slurm_load_jobs error: Invalid job id specified", ""),
+    ],
+)
+def test_a_requeue_and_a_preemption_are_told_from_a_cancellation(fake: Fake, said: str, expected: str) -> None:
+    fake("scontrol", f"JobId=15 {said}\n")
+    assert queue.fate("15", 1) == expected
+
+
+def test_dead_nodes_are_named(fake: Fake) -> None:
+    fake("sinfo", "n1 allocated\nn2 down*\nn3 drained\nn4 failing\nn2 down*\n")
+    assert queue.down(["n1", "n2", "n3", "n4"]) == "n2,n4"
+    assert queue.down(["n1", "n3"]) == ""
+    fake("sinfo", "", 1, "Unable to contact slurm controller")
+    assert queue.down(["n2"]) == ""
 
 
 def test_max_array_size(fake: Fake) -> None:

@@ -20,7 +20,7 @@ def losses(sweep: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_six_points_on_one_node_and_on_two(cli: Cli) -> None:
-    text = cli.run(*GRID, "name=two", "launch.nodes=2", "launch.cpus=1")
+    text = cli.run(*GRID, "name=two", "launch.nodes=2", "launch.cpus=1", "launch.points_per_job=3")
     assert cli.states("two") == ["ok"] * 6, text + cli.logs()
     assert "submitted: array" in text
     for point, status in cli.points("two").items():
@@ -37,7 +37,7 @@ def test_six_points_on_one_node_and_on_two(cli: Cli) -> None:
     cli.local(*GRID, "name=here")
     here = losses(cli.out / "here")
     assert len(here) == 6 and all(len(v) == 3 for v in here.values())
-    assert list((cli.out / "two/.sweep/slurm").glob("*/*_5-1.log")), "logs of the second node"
+    assert list((cli.out / "two/.sweep/slurm").glob("*/*_1-1.log")), "logs of the second node"
     assert losses(cli.out / "two") == here
     assert losses(cli.out / "one") == here
 

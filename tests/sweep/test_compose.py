@@ -43,7 +43,7 @@ CHOICES = {
     "optim.lr": ["1e-4", "0.0001", "1"], "optim.clip_norm": ["null", "0.5"], "model.qk_norm": ["true", "false"],
     "model.rope_scaling": ["null"],
     "name": ["'a b'", "x"], "nproc": ["null", "2"], "++env.OMP_NUM_THREADS": ["3"], "recipe": ["mfu_dense_1b_pcie"],
-    "fault": ["null", "nan@1:2"], "budget.hours": ["0.5"],
+    "fault": ["null", "nan@1:2"], "budget.hours": ["0.5"], "grad_accum": ["2", "${micro_batch}"],
 }  # fmt: skip
 
 

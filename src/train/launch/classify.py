@@ -107,6 +107,6 @@ def _short(end: RankEnd) -> str:
 
 
 def same_cause(reason: str) -> str:
-    """A crash's reason without what differs between two points that crash alike: rank, step, peers, addresses, ports."""
-    text = re.sub(r" \((later|consequence)[^)]*\)", "", reason)
+    """A crash's reason without what differs between two points that crash alike: rank, step, peers, host, addresses, ports."""
+    text = re.sub(r" \((later|consequence|on )[^)]*\)", "", reason)
     return re.sub(r"rank \d+|at step \d+|0x[0-9a-f]+|\[[^\]]*\]:\d+|:\d{4,5}\b|\b\d{5,}\b", "", text)

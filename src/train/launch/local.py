@@ -1,20 +1,21 @@
 """The executor of this machine: points one at a time, under a lock on its devices, in an order that lets memory prune."""
 
-import json
 import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from filelock import FileLock, Timeout
 
 from train.config import Train
-from train.launch import environment, scratch, starters
+from train.launch import environment, prune, scratch, starters
 from train.launch.classify import Verdict, same_cause
+from train.launch.prune import KEPT
 from train.launch.supervisor import Progress, Stop, Supervisor
 from train.launch.tell import say as tell
 from train.measure.telemetry import Telemetry
@@ -25,8 +26,6 @@ from train.sweep.points import Frozen
 
 if TYPE_CHECKING:
     from train.sweep.folder import Sweep
-
-KEPT = ("ok", "oom", "infeasible", "invalid")
 
 
 @contextmanager
@@ -107,7 +106,8 @@ class Local:
             status = self.status(point)
             self.estimate.add(point.cfg, status)
             if status["status"] == "running":
-                self._lose(point, status)
+                self._lose(self.sweep.folder(point), status)
+                self._forget(point)
             if status["status"] == "infeasible" and not self.cfg.prune:
                 self.known[point.identity] = status | {"status": "pending"}  # it was only implied; now it is asked for
             elif status["status"] in KEPT:
@@ -120,17 +120,27 @@ class Local:
             out.append(point)
         return out
 
-    def _lose(self, point: Frozen, status: dict[str, Any]) -> None:
+    def _lose(self, folder: Path, status: dict[str, Any], then: str = "; it runs again") -> None:
         """We hold the sweep's lock, so whoever wrote `running` is gone, whatever the clock says."""
         owner = status.get("supervisor") or {}
-        self.say(f"{point.folder}: lost, its supervisor (pid {owner.get('pid')}) is gone; it runs again")
-        lost = status | {"status": "lost", "reason": "the supervisor ended without a word"}
-        freeze.write_json(self.sweep.folder(point) / "status.json", lost)
-        self._forget(point)
+        self.say(f"{folder.name}: lost, its supervisor (pid {owner.get('pid')}) is gone{then}")
+        lost = status | {"status": "lost", "reason": "the supervisor ended without a word", "ended": last_sign(folder)}
+        freeze.write_json(folder / "status.json", lost)
+
+    def _lose_others(self) -> None:
+        """The same for points that earlier commands put into this folder and that are not in this one's grid."""
+        own = {p.folder for p in self.sweep.points}
+        for entry in (freeze.read_json(self.sweep.path / "sweep.json") or {}).get("grid", []):
+            if entry["folder"] in own:
+                continue
+            status = freeze.read_json(self.sweep.path / entry["folder"] / "status.json") or {}
+            if status.get("status") == "running" and not status.get("job"):  # a scheduler's jobs need no lock
+                self._lose(self.sweep.path / entry["folder"], status, then="")
 
     def run(self) -> None:
         """All points that are left, until done, stopped, over budget, or `max_failures` identical crashes in a row."""
         scratch.remove_stale()
+        self._lose_others()
         todo = self.left()
         if self.cfg.prune:
             todo = self._prune_known(todo)
@@ -228,25 +238,23 @@ class Local:
         """What earlier commands found out of memory implies larger points of this one as well."""
         by_key: dict[str, list[Frozen]] = defaultdict(list)
         for p in todo:
-            by_key[_all_else(p)].append(p)
+            by_key[prune.all_else(p.cfg)].append(p)
         for p in self.sweep.points:
             if self.status(p)["status"] == "oom":
-                self._prune(p, by_key.get(_all_else(p), []))
+                self._prune(p, by_key.get(prune.all_else(p.cfg), []))
         return [p for p in todo if self.status(p)["status"] not in KEPT]
 
     def _prune(self, point: Frozen, rest: list[Frozen]) -> None:
         """What is larger along micro_batch or seq_len, all else equal, would not fit either."""
-        key = _all_else(point)
         for p in rest:
-            larger = p.cfg.micro_batch >= point.cfg.micro_batch and p.cfg.seq_len >= point.cfg.seq_len
-            same = p.cfg.grad_accum == point.cfg.grad_accum or p.cfg.global_batch == point.cfg.global_batch
-            if larger and same and _all_else(p) == key and self.status(p)["status"] not in KEPT:
+            if prune.implies(point.cfg, p.cfg) and self.status(p)["status"] not in KEPT:
                 folders.write_status(self.sweep.folder(p), p.identity, "infeasible", f"implied by {point.folder}")
                 self._forget(p)
                 self.say(f"{p.folder}  infeasible: implied by {point.folder}")
 
 
-def _all_else(point: Frozen) -> str:
-    """Everything but the knobs that memory grows with, and what follows from them."""
-    derived = ("micro_batch", "seq_len", "global_batch", "grad_accum", "repeat")
-    return json.dumps({k: v for k, v in freeze.training_config(point.cfg).items() if k not in derived}, sort_keys=True)
+def last_sign(folder: Path) -> str:
+    """When a run that can't say so itself was last seen to write, UTC, ISO 8601: what it used counts as wasted."""
+    files = [folder / "status.json", folder / "metrics.jsonl", *folder.glob("logs/*")]
+    newest = max(f.stat().st_mtime for f in files if f.exists())
+    return datetime.fromtimestamp(newest, UTC).isoformat(timespec="milliseconds")

@@ -97,7 +97,8 @@ class Nodes:
     def judge(self, verdict: Verdict, decided: bool, ends: list[RankEnd], oom_killed: bool) -> Verdict:
         """Node 0: wait for the others' ends and judge over the ranks of all nodes."""
         lost: Optional[Verdict] = None
-        limit = time.monotonic() + (SIGNAL_SECONDS if verdict.status == "interrupted" else float("inf"))
+        soon = verdict.status in ("interrupted", "lost")  # the scheduler kills us too, before long
+        limit = time.monotonic() + (SIGNAL_SECONDS if soon else float("inf"))
         while lost is None and not all(s.ended() for s in self.peers.values()):
             time.sleep(0.1)
             lost = self._read()
@@ -118,7 +119,7 @@ class Nodes:
                 decisions.append(Verdict(**said))
         if any(_own_failure(e) for e in everyone):
             return judge(everyone, oom_killed)
-        if lost is not None:
+        if lost is not None and verdict.status != "lost":
             return lost
         if decisions:
             return min(decisions, key=lambda v: ORDER.index(v.status) if v.status in ORDER else -1)

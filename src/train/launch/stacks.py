@@ -88,6 +88,7 @@ def recorder_env(scratch: Path) -> dict[str, str]:
     """Environment that makes NCCL's process groups record their last collectives and dump them when asked by a pipe."""
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the older name: without it torch 2.11 opens no pipe
         "TORCH_FR_DUMP_TEMP_FILE": str(scratch / "flight_"),
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(scratch / "flightpipe_"),
     }
@@ -108,9 +109,15 @@ def flight_recorder(scratch: Path, logs: Path, ranks: Iterable[int]) -> None:
             pass
         finally:
             os.close(fd)
-    deadline = time.monotonic() + RECORDER_SECONDS
-    while asked and time.monotonic() < deadline and not all(_size(p) for p in asked):
-        time.sleep(0.05)
+    deadline, sizes = time.monotonic() + RECORDER_SECONDS, [0]
+    while asked and time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, sizes = sizes, [_size(p) for p in asked]
+        if all(sizes) and sizes == before:  # all are there, and whole
+            break
     for path in asked:
-        if _size(path):
-            shutil.copyfile(path, logs / path.name)
+        try:
+            if _size(path):
+                shutil.copyfile(path, logs / path.name)
+        except OSError:  # a full disk: the verdict matters more
+            continue

@@ -17,6 +17,9 @@ from typing import Any, Optional, Protocol
 
 from train.launch import environment, process, scratch
 
+#: a server that has imported torch forks in milliseconds, and kills what is left in at most 10 s
+ANSWER_SECONDS = 30.0
+
 
 @dataclass
 class Exit:
@@ -157,9 +160,13 @@ class Warm:
     def _ask(self, message: dict[str, Any], reply: str) -> dict[str, Any]:
         """Send and wait for the reply of that kind; ends of ranks that come first are kept."""
         self._send(message)
+        limit = ANSWER_SECONDS if self.answered else None  # until then it imports torch, from a slow disk perhaps
         while True:
-            got = self._receive(None, [])
-            assert got is not None
+            got = self._receive(limit, [])
+            if got is None:
+                self.process.kill()
+                self.process.wait()
+                raise EOFError(f"the rank server gave no answer for {ANSWER_SECONDS:.0f} s and was ended")
             if reply in got:
                 self.answered = True
                 return got

@@ -7,16 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Optional
 
 import psutil
 
 from train import config
-from train.launch import environment, limits, process, scratch, stacks
+from train.launch import environment, explain, hang, limits, process, record, scratch, stacks
 from train.launch.classify import RankEnd, Verdict, failed, judge
-from train.launch.heartbeat import FIRST_STEPS, Watch
+from train.launch.heartbeat import Watch
 from train.launch.nodes import Nodes
 from train.launch.starters import Starter
 from train.measure.telemetry import Telemetry
@@ -24,10 +23,6 @@ from train.sweep.freeze import SCHEMA, read_json, write_json
 
 #: after the first failure the peers get this long to say what happened to them
 GRACE_SECONDS = 0.5
-#: phases of a rank between steps that may take long: the first steps' limit holds
-UNTIMED = ("replay", "checkpoint")
-#: words in a rank's log that mean a limit of the system was met
-LIMIT_WORDS = ("Resource temporarily unavailable", "can't start new thread", "Too many open files")
 
 
 @dataclass
@@ -75,12 +70,12 @@ class Supervisor:
     def run(self) -> Verdict:
         """Run the point to its end. Never raises for what happens to the point; the verdict says it."""
         self.began = time.monotonic()
-        self.started = now()
+        self.started = record.now()
         self.stop.busy = True
         try:
             return self._run()
         except (OSError, config.ConfigError) as e:  # not even a scratch folder, or no readable config.yaml
-            return Verdict("crashed", f"{type(e).__name__}: {e}{_limits_of(e)}")
+            return Verdict("crashed", f"{type(e).__name__}: {e}{explain.limits_of(e)}")
         finally:
             self.stop.busy = False
 
@@ -93,7 +88,9 @@ class Supervisor:
         self.scratch = scratch.make()
         oom_kills = limits.oom_kills()
         try:
-            self.attempt = self.attempt or archive(self.folder)
+            self.attempt = self.attempt or record.archive(self.folder)
+            if self.local[0] == 0:
+                record.reserve(self.folder, self.world)
             self._status(Verdict("running", ""), {})
             self.logs.mkdir(exist_ok=True)
             self.telemetry.begin(self.scratch, self._own_pids, len(self.local))
@@ -106,17 +103,29 @@ class Supervisor:
                 verdict = self._over_nodes(self.nodes, verdict, decided, oom_killed)
         except (OSError, EOFError) as e:  # EOFError: the rank server is gone, its ranks with it
             self._end_ranks()
-            verdict = Verdict("crashed", f"{type(e).__name__}: {e}{_limits_of(e)}")
+            verdict = Verdict("crashed", f"{type(e).__name__}: {e}{explain.limits_of(e)}")
             if isinstance(e, EOFError) and limits.oom_kills() > oom_kills:
                 verdict = Verdict("oom", f"out of host memory: {e}, killed by the kernel")
         try:
-            self._manifest()
-            self._status(verdict, self._summary(verdict))
-        except OSError as e:  # a full disk: status.json stays as it was, the next command sees a point to run again
-            verdict = Verdict("crashed", f"status.json can't be written: {e}")
+            return self._last_word(verdict)
         finally:
             self.telemetry.end()
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _last_word(self, verdict: Verdict) -> Verdict:
+        """Write how the point ended, also on a disk that is full by now; the verdict that was written."""
+        if self.local[0] != 0:
+            return verdict  # node 0 alone writes it
+        try:
+            self._manifest()
+        except OSError as e:
+            if verdict.status == "ok":  # a result without its provenance is none
+                verdict = Verdict("crashed", f"manifest.json can't be written: {e}")
+        try:
+            record.release(self.folder)
+            self._status(verdict, self._summary(verdict))
+        except OSError as e:  # status.json stays as it was, the next command sees a point to run again
+            return Verdict("crashed", f"status.json can't be written: {e}")
         return verdict
 
     def _over_nodes(self, nodes: Nodes, verdict: Verdict, decided: bool, oom_killed: bool) -> Verdict:
@@ -205,33 +214,11 @@ class Supervisor:
         return max(w.step for w in self.watches.values())
 
     def _hang(self) -> Optional[Verdict]:
-        """A rank whose heartbeat stopped. The others may only be waiting for it, so their stacks tell whose fault it is."""
-        quiet = {r: w.look() for r, w in self.watches.items() if r not in self.ends}
-        if not quiet:
+        quiet = hang.silence(self.watches, self.ends, self.cfg.launch)
+        if quiet is None:
             return None
-        rank, seconds = max(quiet.items(), key=lambda item: item[1])
-        slowest = max(w.slowest for w in self.watches.values())
-        if min(self.watches[r].step for r in quiet) < FIRST_STEPS or self.watches[rank].phase in UNTIMED:
-            limit = self.cfg.launch.first_step_timeout
-        else:
-            limit = max(self.cfg.launch.hang_seconds, 5 * slowest)
-        if seconds <= limit:
-            return None
-        self.quiet = {"quiet_s": seconds, "limit_s": limit}
-        found = self._stacks()
-        culprits = [r for r, s in found.items() if s.stopped] or [
-            r for r, s in found.items() if s.where and not s.waiting
-        ]
-        where = ""
-        if culprits:
-            rank = culprits[0]
-            where = ", stopped by a signal" if found[rank].stopped else f", {found[rank].where}"
-        elif found.get(rank) and found[rank].where:
-            where = f", {found[rank].where}"
-        w = self.watches[rank]
-        return Verdict(
-            "timeout", f"rank {rank} gave no sign of life for {limit:.1f} s at step {w.step} ({w.phase}){where}", rank
-        )
+        self.quiet = {"quiet_s": quiet.seconds, "limit_s": quiet.limit}
+        return hang.accuse(quiet, self.watches, self._stacks())
 
     def _stacks(self) -> dict[int, stacks.Stack]:
         """Stacks of the living ranks and NCCL's flight recorder, kept in the point folder."""
@@ -242,21 +229,12 @@ class Supervisor:
 
     def _judge(self, oom_killed: bool) -> Verdict:
         verdict = judge(list(self.ends.values()), oom_killed)
-        end = self.ends[verdict.rank] if verdict.rank is not None and verdict.rank in self.ends else None
-        if verdict.status == "oom" and end is not None and end.error and end.error.get("where") == "device":
-            guests = self.telemetry.foreign(end.rank)
-            held = sum(g.memory_gib or 0 for g in guests)
-            if guests and held >= end.error["memory"].get("requested_gib", 0):  # without them it would have fitted
-                names = ", ".join(f"pid {g.pid} ({g.name})" if g.pid else g.name for g in guests)
-                verdict = Verdict(
-                    "crashed", f"{verdict.reason}; another process holds {held:.1f} GiB: {names}", end.rank
-                )
-        if verdict.status == "crashed" and end is not None:
-            tail = _tail(self.logs / f"rank{end.rank}.log")
-            if own := (end.error or {}).get("limits"):
-                verdict.reason += own
-            elif any(word in tail for word in LIMIT_WORDS):
-                verdict.reason += limits.named()
+        end = self.ends.get(verdict.rank) if verdict.rank is not None else None
+        if end is not None:
+            verdict = explain.held_by_others(verdict, end, self.telemetry.foreign(end.rank))
+            log = self.logs / f"rank{end.rank}.log"
+            explain.last_line(verdict, end, log)
+            explain.name_limits(verdict, end, log)
         return verdict
 
     def _end_ranks(self) -> None:
@@ -296,7 +274,7 @@ class Supervisor:
 
     def _manifest(self) -> None:
         host = read_json(self.scratch / "manifest.json")
-        if host and self.local[0] == 0:
+        if host:
             others = self.nodes.told("manifest") if self.nodes else []
             write_json(self.folder / "manifest.json", {"schema": SCHEMA, "hosts": [host, *others]}, sync=False)
 
@@ -322,59 +300,10 @@ class Supervisor:
             "code": self.code,
             "supervisor": {"pid": pid, "host": host, "started": scratch.process_start(pid)},
             "started": self.started,
-            "ended": None if running else now(),
+            "ended": None if running else record.now(),
             "ranks": sum(others, self._ranks()),
             "summary": summary,
         }
         if self.job:
             content["job"] = self.job
         write_json(self.folder / "status.json", content, sync=not running)
-
-
-def now() -> str:
-    """The time of day, UTC, ISO 8601. For people: durations come from monotonic clocks."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def archive(folder: Path) -> int:
-    """Move what an earlier attempt left to attempts/<n>/; the number of the attempt that starts now."""
-    for half in folder.glob(".*.json.*"):  # a kill in the middle of a write
-        half.unlink()
-    done = folder / "attempts"
-    number = 1 + max((int(p.name) for p in done.glob("*") if p.name.isdigit()), default=0) if done.is_dir() else 1
-    names = (
-        "status.json",
-        "metrics.jsonl",
-        "manifest.json",
-        "leaves.jsonl",
-        "logs",
-        "rendezvous",
-        "rendezvous-fresh",
-        "nodes",
-    )
-    old = [folder / n for n in names if (folder / n).exists()]
-    moving = done / f".{number}"  # a kill in between leaves it, and the next call goes on with it
-    if not moving.exists():
-        if not old or (
-            len(old) == 1 and (read_json(old[0]) or {}).get("status") == "pending"
-        ):  # decided, never started
-            return number
-        moving.mkdir(parents=True)
-    for path in old:
-        path.rename(moving / path.name)
-    moving.rename(done / str(number))
-    return number + 1
-
-
-def _tail(path: Path) -> str:
-    try:
-        with open(path, "rb") as f:
-            f.seek(max(0, path.stat().st_size - 4000))
-            return f.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _limits_of(error: BaseException) -> str:
-    """The limits, when the error is that one was met (no more processes: EAGAIN; no more files: EMFILE)."""
-    return limits.named() if getattr(error, "errno", None) in (11, 24) else ""

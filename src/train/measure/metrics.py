@@ -76,8 +76,16 @@ class Meter:
 
     def pause(self) -> None:
         """The current step ends here: until the next `start`, time and memory count for the round but for no step."""
-        self._end(self._mark())
+        if self.current is not None:
+            self._end(self._mark())
         memory.start_step(self.device)
+
+    def settle(self, before: Optional[Pending]) -> None:
+        """End the current step here, and write it, `before` and all that waits: what a checkpoint holds is in the file."""
+        self.pause()
+        self.finish(before, last=False)
+        self.finish(self.current, last=True)
+        self.current = None
 
     def _end(self, mark: Any) -> None:
         step = self.current

@@ -153,7 +153,8 @@ class Telemetry:
 
     def _read(self, gpu: Gpu) -> dict[str, float]:
         n, h = self.nvml, gpu.handle
-        events = getattr(n, "nvmlDeviceGetCurrentClocksEventReasons", n.nvmlDeviceGetCurrentClocksThrottleReasons)
+        new, old = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+        events = getattr(n, new if hasattr(n, new) else old)  # renamed in NVML 12.2
         power = self._try(lambda: n.nvmlDeviceGetPowerUsage(h))
         found = {
             "power_w": None if power is None else power / 1000,

@@ -66,18 +66,19 @@ class Timeline:
         """Of every kept step: (its seconds, [(action, begin, end)] in seconds since it began). Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [
-            (self._between(s.begin, s.end), [(a, self._between(s.begin, b), self._between(s.begin, e)) for a, b, e in s.actions])
-            for s in self._steps
-        ]  # fmt: skip
+        found = []
+        for step in self._steps:
+            since = [(a, self._between(step.begin, b), self._between(step.begin, e)) for a, b, e in step.actions]
+            found.append((self._between(step.begin, step.end), since))
+        return found
 
     def _between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else float(end - begin)
 
 
-def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, Any]:
-    """What happened in the pipelines of all ranks, the same on each of them. Collective over all ranks; `group`: theirs for
-    host tensors, or None.
+def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, Any] | None:
+    """What happened in the pipelines of all ranks, the same on each of them; None without a step. Collective over all ranks;
+    `group`: theirs for host tensors, or None.
 
     {"schedule", "micro_batches", "split": layers of each stage, "virtual", "rank_stages": stages of each rank, "rank_idle":
     idle share of each rank, "idle": their mean, "rank_idle_theory" and "idle_theory": the same for the executed order with
@@ -87,6 +88,8 @@ def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, 
     pipeline's ranks; the median over the second half of the steps.
     """
     steps = timeline.read()
+    if not steps:  # gone on from a checkpoint of the last step
+        return None
     steps = steps[len(steps) // 2 :]
     seconds = [whole for whole, _ in steps]
     busy = [sum(end - begin for _, begin, end in actions) for _, actions in steps]

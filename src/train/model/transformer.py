@@ -151,7 +151,7 @@ class Cut(Protocol):
 
     @property
     def tp(self) -> int:
-        """Ranks that share the positions of a row between the matrices."""
+        """Ranks that share the parameter, and between matrices a row's positions."""
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Of the parameter of which this rank's part has `shape`."""

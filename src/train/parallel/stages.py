@@ -254,7 +254,7 @@ def _before(action: Action, stages: int) -> list[tuple[Action, ...]]:
         return [] if stage == 0 else [(Action(stage - 1, micro_batch, "F"),)]
     if kind == "W":
         return [(Action(stage, micro_batch, "I"),)]
-    needs = [(Action(stage, micro_batch, "F"),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, micro_batch, "F"),)]
     if stage < stages - 1:
         needs.append((Action(stage + 1, micro_batch, "B"), Action(stage + 1, micro_batch, "I")))
     return needs

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import yaml
 
 from train.config import YAML_LOADER, ConfigError, Train
-from train.launch.supervisor import now
+from train.launch.record import now
 from train.launch.tell import say
 from train.sweep import freeze, snapshot
 from train.sweep.freeze import read_json

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Optional
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
@@ -84,6 +84,23 @@ class Base:
     plain: dict[str, Any]
     open: bool  # interpolations, or values that an override must give
     effects: dict[str, Any] = field(default_factory=dict)  # override as written → the value that it leaves at its key
+    trial: Optional[DictConfig] = None  # a copy on which overrides of single values are tried one after the other
+
+    def effect(self, override: Override, path: list[str]) -> Any:
+        """The value that the override leaves at its key. A single value needs no fresh copy: the next one replaces it."""
+        before: Any = self.plain
+        for name in path:
+            before = before.get(name, {}) if isinstance(before, dict) else {}
+        if isinstance(before, (dict, list)):  # merged with what is there; or no such key, for Hydra to say
+            return _at(_apply(self.cfg, [override]), path)
+        if self.trial is None:
+            self.trial = copy.deepcopy(self.cfg)
+        ConfigLoaderImpl._apply_overrides_to_config([override], self.trial)
+        value = OmegaConf.select(self.trial, override.key_or_group, throw_on_missing=True)
+        if not OmegaConf.is_config(value):
+            return value
+        self.trial = None  # the next one would be merged with it
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
 
 
 class Composer:
@@ -122,7 +139,7 @@ class Composer:
             line = o.input_line or ""
             path = o.key_or_group.split(".")
             if line not in base.effects:
-                base.effects[line] = _at(_apply(base.cfg, [o]), path)
+                base.effects[line] = base.effect(o, path)
             _at(out, path[:-1])[path[-1]] = _copy(base.effects[line])
         return out
 
@@ -143,8 +160,8 @@ def _apply(base: DictConfig, values: list[Override]) -> dict[str, Any]:
 
 
 def _independent(values: list[Override]) -> bool:
-    """Does each override set one existing key that no other one touches?"""
-    if any(o.is_add() or o.is_force_add() or o.is_delete() for o in values):
+    """Does each override set one existing key that no other one touches or refers to?"""
+    if any(o.is_add() or o.is_force_add() or o.is_delete() or "${" in (o.input_line or "") for o in values):
         return False
     keys = [f"{o.key_or_group}." for o in values]
     return not any(b.startswith(a) for a, b in itertools.permutations(keys, 2))

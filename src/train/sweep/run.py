@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
+from train.launch.slurm import claims
 from train.launch.supervisor import Stop
 from train.launch.tell import fill_standard_files, say
 from train.sweep import ending, folder, grid, points, progress, snapshot
@@ -135,6 +136,8 @@ def _run(
     with local.locked(path / ".sweep" / "lock", f"sweep {path.name}", stop) as owned:
         if not owned:
             return 128 + (stop.signum or signal.SIGINT)
+        if launcher is None:
+            claims.refuse_queued(path, {p.identity for p in frozen})
         try:
             opened = folder.open_sweep(path, frozen, shlex.join(ending.typed()), cfg.code)
         except OSError as e:
@@ -172,14 +175,16 @@ def exit_code(statuses: list[str], stop: Stop) -> int:
 
 def report(path: Path) -> None:
     """Table and report through `analysis`, from the folders alone."""
+    import analysis.errors
     import analysis.report
     import analysis.table
 
     say("")
-    say(analysis.table.render(path))
     try:
+        say(analysis.table.render(path))
         say(f"report: {os.path.relpath(analysis.report.write_report(path))}")
     except OSError as e:  # a full disk: the points are what counts
-        say(
-            f"report: can't be written: {e.strerror}; later: python -m analysis report {shlex.quote(os.path.relpath(path))}"
-        )
+        later = f"python -m analysis report {shlex.quote(os.path.relpath(path))}"
+        say(f"report: can't be written: {e.strerror}; later: {later}")
+    except analysis.errors.BadInput as e:  # somebody moved or removed the folder meanwhile
+        say(f"report: can't be made: {e}")

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from train.config import ConfigError
+from train.launch.prune import KEPT
+from train.launch.record import now
 from train.launch.slurm import files, queue
-from train.launch.supervisor import now
+from train.launch.tell import say
 from train.sweep.freeze import read_json, write_json
 
 COMMENT = "mfu-sweep:"
@@ -25,6 +28,7 @@ class Claim:
     job: str  # 12_3
     name: str  # of the job: an id alone may be somebody else's by now
     log: Path
+    alone: bool  # the only point of its job
     gone: Optional[float] = None  # monotonic time since when the queue no longer has it
     settled: bool = False  # whatever its status.json says now is final
 
@@ -47,28 +51,40 @@ class Claims:
         found: dict[str, Claim] = {}
         for path in sorted(self.root.glob("*/tasks.json"), key=lambda p: p.stat().st_mtime_ns):
             told = files.Submission.load(path.parent)
-            known = read_json(path.parent / "job.json")
-            if known is None:  # the launcher was killed before sbatch answered
+            known = read_json(path.parent / "job.json") or {}
+            if "id" not in known:  # the launcher was killed before sbatch answered
                 if COMMENT + told.token not in tokens:
+                    write_json(path.parent / "job.json", {"ended": True})
                     continue  # it never reached the queue
                 known = {"id": tokens[COMMENT + told.token], "name": told.name}
                 write_json(path.parent / "job.json", known)
                 self.record(known["id"], told)
-            for claim in claims(path.parent, told, known["id"]):
+            mine = claims(path.parent, told, known["id"])
+            if "ended" not in known and not any(c.active(entries) for c in mine):
+                write_json(path.parent / "job.json", known | {"ended": True})
+            for claim in mine:
                 old = found.get(claim.folder)
-                if old is not None and old.active(entries) and claim.active(entries):
-                    self.say(f"{claim.folder}: queued twice; job {claim.job} is cancelled")
-                    subprocess.run(["scancel", claim.job], capture_output=True)
-                else:
+                if old is None or not old.active(entries):
                     found[claim.folder] = claim
+                elif claim.active(entries):
+                    found[claim.folder] = self._one_of(old, claim, entries)
         self.settle([c for c in found.values() if not c.active(entries)], entries)
         return {n: c for n, c in found.items() if c.active(entries) and self.kind(c) in AGAIN}
+
+    def _one_of(self, old: Claim, new: Claim, entries: dict[str, queue.Entry]) -> Claim:
+        """Of two jobs that have the point the one that counts; the other leaves the queue while it only waits."""
+        running = entries[new.job].state == "RUNNING" and entries[old.job].state != "RUNNING"
+        kept, other = (new, old) if running else (old, new)
+        if other.alone:  # a job with more points is left: it passes over a point that another job has
+            self.say(f"{other.folder}: queued twice; job {other.job} is cancelled")
+            subprocess.run(["scancel", "--state=PENDING", other.job], capture_output=True)
+        return kept
 
     def kind(self, claim: Claim) -> str:
         """The point's status as far as this job goes: what an earlier one left counts as pending."""
         status = self.status(claim)
         theirs = (status.get("job") or {}).get("id") == claim.job
-        return str(status["status"]) if theirs or status["status"] in files.KEPT else "pending"
+        return str(status["status"]) if theirs or status["status"] in KEPT else "pending"
 
     def status(self, claim: Claim) -> dict[str, Any]:
         """The point's status.json."""
@@ -106,6 +122,21 @@ class Claims:
             else:
                 files.write_status(folder, c.identity, verdict.status, verdict.reason, {"id": c.job})
 
+    def unsettled(self, identities: set[str]) -> list[str]:
+        """Folders of those points that may still be queued or running, as far as files tell: where squeue can't."""
+        out = []
+        for path in self.root.glob("*/tasks.json"):
+            known = read_json(path.parent / "job.json") or {}
+            if "ended" in known:
+                continue
+            for t in (t for task in files.Submission.load(path.parent).tasks for t in task):
+                status = files.status(self.sweep / t.folder, t.identity)
+                theirs = str((status.get("job") or {}).get("id")).split("_")[0] == known.get("id")
+                final = status["status"] in KEPT or (theirs and status["status"] not in AGAIN)
+                if t.identity in identities and not final:
+                    out.append(t.folder)
+        return out
+
     def record(self, array: str, told: files.Submission) -> None:
         """The array in sweep.json's `jobs`, once."""
         path = self.sweep / "sweep.json"
@@ -117,10 +148,29 @@ class Claims:
         write_json(path, content)
 
 
+def refuse_queued(sweep: Path, identities: set[str]) -> None:
+    """Raises ConfigError when jobs of the sweep folder still have one of those points: it must not run here as well."""
+    mine = Claims(sweep, say)
+    if not any(mine.root.glob("*/tasks.json")):
+        return
+    again = f"wait for them with launch=slurm, or cancel them with launch=slurm name={sweep.name} cancel=true"
+    try:
+        found = [c for c in mine.find(queue.look()).values() if c.identity in identities]
+    except queue.QueueError as e:
+        if open_ := mine.unsettled(identities):
+            some = f"{len(open_)} of its points were submitted to SLURM and may still be there"
+            raise ConfigError("launch", "local", f"{some} ({e}): {again}") from None
+        return
+    if found:
+        jobs = ", ".join(sorted({c.job.split("_")[0] for c in found}))
+        some = f"{len(found)} of its points are queued or running as SLURM job {jobs}"
+        raise ConfigError("launch", "local", f"{some}: {again}")
+
+
 def claims(folder: Path, told: files.Submission, array: str) -> list[Claim]:
     """Every point of a submission as a claim."""
     return [
-        Claim(t.folder, t.identity, f"{array}_{index}", told.name, folder / f"{array}_{index}-0.log")
+        Claim(t.folder, t.identity, f"{array}_{index}", told.name, folder / f"{array}_{index}-0.log", len(task) == 1)
         for index, task in enumerate(told.tasks)
         for t in task
     ]

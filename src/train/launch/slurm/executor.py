@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from train.config import ConfigError, Train
 from train.launch.classify import same_cause
+from train.launch.prune import KEPT
 from train.launch.slurm import files, queue, submit
 from train.launch.slurm.claims import AGAIN, COMMENT, Claim, Claims, claims
+from train.launch.slurm.view import View
 from train.launch.supervisor import Stop
 from train.sweep import folder as folders
 from train.sweep.points import Frozen
@@ -52,7 +54,7 @@ class Slurm:
         for point in sorted(self.sweep.points, key=lambda p: p.cfg.micro_batch * p.cfg.seq_len):
             status = self.status(point)
             implied = status["status"] == "infeasible" and not self.cfg.prune  # now it is asked for
-            if point.folder in self.waiting or (status["status"] in files.KEPT and not implied):
+            if point.folder in self.waiting or (status["status"] in KEPT and not implied):
                 continue
             if folders.failed_attempts(self.sweep.folder(point), status) > self.cfg.retries:
                 self.say(f"{point.folder}: {status['status']} too often; retries={self.cfg.retries} is used up")
@@ -123,6 +125,19 @@ class Slurm:
 
     def wait(self) -> None:
         """Until every waiting point has ended, a signal comes, or max_failures identical crashes came in a row."""
+        with View(self.sweep.path, {p.folder: p.cfg.steps for p in self.sweep.points}) as view:
+            before, self.say = self.say, view.say
+            try:
+                self._wait(view)
+            finally:
+                self.say = before
+        if self.stop.signum is not None:
+            self.say(
+                f"{len(self.waiting)} points stay in the queue; the same command finds them,"
+                f" name={self.sweep.path.name} cancel=true cancels them"
+            )
+
+    def _wait(self, view: View) -> None:
         shown: dict[str, str] = {}
         crashes: list[str] = []
         total, looked = len(self.waiting), float("-inf")
@@ -131,7 +146,10 @@ class Slurm:
             if time.monotonic() - looked > QUEUE_SECONDS:
                 looked = time.monotonic()
                 entries = self._see(entries)
+            self._settle(entries)
             for claim in list(self.waiting.values()):
+                if _waits(claim, entries) and shown.get(claim.folder) != "running":
+                    continue  # its files don't change: they are not read every second, there may be a thousand
                 kind = self.claims.kind(claim)
                 if kind in AGAIN and not claim.settled:
                     self._show(claim, kind, shown)
@@ -144,12 +162,9 @@ class Slurm:
                 last = crashes[-self.cfg.max_failures :]
                 if len(last) == self.cfg.max_failures and len({same_cause(c) for c in last}) == 1 and self.waiting:
                     self._give_up(last[0])
+            running = [n for n in self.waiting if shown.get(n) == "running"]
+            view.update(running, len(self.waiting) - len(running), total - len(self.waiting))
             time.sleep(1 if self.waiting else 0)
-        if self.stop.signum is not None:
-            self.say(
-                f"{len(self.waiting)} points stay in the queue; the same command finds them,"
-                f" name={self.sweep.path.name} cancel=true cancels them"
-            )
 
     def _show(self, claim: Claim, kind: str, shown: dict[str, str]) -> None:
         """A line when a point starts or waits again."""
@@ -159,7 +174,7 @@ class Slurm:
         shown[claim.folder] = kind
 
     def _see(self, before: dict[str, queue.Entry]) -> dict[str, queue.Entry]:
-        """Look at the queue, note which claims it no longer has and settle those that are gone for long enough."""
+        """Look at the queue and note which claims it no longer has."""
         try:
             entries = queue.look()
         except queue.QueueError:
@@ -169,9 +184,12 @@ class Slurm:
                 claim.gone = None
             elif claim.gone is None:
                 claim.gone = time.monotonic()
+        return entries
+
+    def _settle(self, entries: dict[str, queue.Entry]) -> None:
+        """A final status for points whose job is gone for long enough."""
         over = [c for c in self.waiting.values() if c.gone is not None and time.monotonic() - c.gone > SETTLE_SECONDS]
         self.claims.settle(over, entries)
-        return entries
 
     def _give_up(self, crash: str) -> None:
         """Cancel what has not started; those points stay pending and say why."""
@@ -182,6 +200,11 @@ class Slurm:
             why = f"not started: {reason}"
             files.write_status(self.sweep.path / claim.folder, claim.identity, "pending", why, {"id": claim.job})
             del self.waiting[claim.folder]
+
+
+def _waits(claim: Claim, entries: dict[str, queue.Entry]) -> bool:
+    entry = entries.get(claim.job)
+    return entry is not None and entry.name == claim.name and entry.state == "PENDING"
 
 
 def cancel(path: Path, say: Callable[[str], None]) -> int:

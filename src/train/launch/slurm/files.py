@@ -10,13 +10,9 @@ from typing import Any, Optional
 
 from train import config
 from train.config import Train
-from train.launch.supervisor import now
-from train.sweep.freeze import SCHEMA, read_json, training_config, write_json
-
-#: final for good: a rerun keeps them
-KEPT = ("ok", "oom", "infeasible", "invalid")
-#: point folders' keys that grow with the batch; all else equal, larger needs more memory
-DERIVED = ("micro_batch", "seq_len", "global_batch", "grad_accum")
+from train.launch import prune
+from train.launch.record import now
+from train.sweep.freeze import SCHEMA, read_json, write_json
 
 
 @dataclass
@@ -79,17 +75,12 @@ def end(folder: Path, current: dict[str, Any], name: str, reason: str) -> None:
 
 def implied_by(sweep: Path, folder: str, cfg: Train) -> Optional[str]:
     """A point of the sweep that ran out of memory though it is no larger than this one, all else equal."""
-    mine = _others(cfg)
     for entry in (read_json(sweep / "sweep.json") or {}).get("grid", []):
         if entry["folder"] == folder:
             continue
         if (read_json(sweep / entry["folder"] / "status.json") or {}).get("status") != "oom":
             continue
         other = config.load(sweep / entry["folder"] / "config.yaml")
-        if cfg.micro_batch >= other.micro_batch and cfg.seq_len >= other.seq_len and _others(other) == mine:
+        if prune.implies(other, cfg):
             return str(entry["folder"])
     return None
-
-
-def _others(cfg: Train) -> dict[str, Any]:
-    return {k: v for k, v in training_config(cfg).items() if k not in DERIVED}

@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from train import config
+from train import config, saved
 from train.config import Train
 from train.launch import environment, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
+from train.launch.prune import KEPT
+from train.launch.record import archive
 from train.launch.slurm import files, queue
-from train.launch.supervisor import Stop, Supervisor, archive
+from train.launch.supervisor import Stop, Supervisor
 from train.launch.tell import say
 from train.measure.telemetry import Telemetry
 from train.sweep.freeze import read_json, write_json
@@ -74,6 +75,8 @@ class Job:
         self.stop = self._signals()
         self.ran = 0
         self.again: Optional[str] = None  # why the job should be requeued
+        self.folder, self.had = Path(), 0  # of the point that runs; steps in its checkpoints before this attempt
+        self.record: dict[str, Any] = {}  # its `job` in status.json
         code = Path(__file__).resolve().parents[3]
         self.warm = starters.Warm(code) if len(self.points) > 1 and self.told.warm else None
         self.cold = starters.Cold(code, frozenset({self.warm.process.pid}) if self.warm else frozenset())
@@ -99,16 +102,29 @@ class Job:
 
     def _meaning(self) -> Verdict:
         """What the signal that came says about the point that runs."""
+        fate = queue.fate(self.place.raw, self.place.restart) if self.stop.signum == signal.SIGTERM else ""
+        verdict = self._read_signal(fate)
+        if (self.again or fate == "requeued") and self.place.restart < self.told.requeues:
+            self.record["requeued"] = self.again or verdict.reason  # for those who watch the files: it starts again
+        return verdict
+
+    def _read_signal(self, fate: str) -> Verdict:
         assert self.stop.signum is not None
         name = signal.Signals(self.stop.signum).name
         if self.stop.signum != signal.SIGUSR2:
-            if self.stop.signum == signal.SIGTERM and queue.preempted(self.place.raw):
-                self.again = "preempted"
-            return Verdict("interrupted", f"signal {name}" + (" (preempted)" if self.again else ""))
+            if fate == "requeued" and (down := queue.down(self.place.hosts)):
+                return Verdict("lost", f"node {down} is down")
+            if fate == "preempted":
+                self.again = fate
+            return Verdict("interrupted", f"signal {name}" + (f" ({fate})" if fate else ""))
         left = queue.seconds_left(self.place.raw)
         if left is None or left > self.told.signal_seconds + EARLY_SECONDS:
             self.again = name
             return Verdict("interrupted", f"signal {name}: to be requeued")
+        done = saved.steps_done(self.folder)
+        if done > self.had and self.place.restart < self.told.requeues:
+            self.again = "the time limit"
+            return Verdict("interrupted", f"launch.time={self.told.time} is used up; goes on after step {done - 1}")
         if self.ran == 0:
             return Verdict("timeout", f"launch.time={self.told.time} is used up")
         self.again = "the time limit"
@@ -135,7 +151,7 @@ class Job:
         """The number of the attempt that starts now, 0 when the point is not to run."""
         folder = self.sweep / point.folder
         status = files.status(folder, point.identity)
-        if status["status"] in files.KEPT or (status["status"] in ("crashed", "timeout") and self._mine(status)):
+        if status["status"] in KEPT or (status["status"] in ("crashed", "timeout") and self._mine(status)):
             return 0
         if status["status"] == "running":
             other = (status.get("job") or {}).get("id", "")
@@ -164,9 +180,9 @@ class Job:
         try:
             torch = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
-            return f"torch is missing on {socket.gethostname()} ({sys.executable})"
+            return f"{sys.executable} has no torch (on {self._host()})"
         if self.told.torch and torch != self.told.torch:
-            return f"torch {torch} on {socket.gethostname()}, submitted with {self.told.torch}"
+            return f"torch {torch}, submitted with {self.told.torch} (on {self._host()})"
         return self._no_gpus(cfg) if cfg.device == "cuda" else None
 
     def _no_gpus(self, cfg: Train) -> Optional[str]:
@@ -176,13 +192,17 @@ class Job:
             try:
                 self.seen = self._probe()
             except (EOFError, OSError, ValueError) as e:
-                return f"torch can't be used on {socket.gethostname()}: {e}"
+                return f"torch can't be used: {e} (on {self._host()})"
             self.telemetry = Telemetry([g["uuid"] for g in self.seen["gpus"]])
         ranks, gpus = cfg.nproc // len(self.place.hosts), len(self.seen["gpus"])
         if gpus < ranks:
             why = f" ({self.seen['gpu_error']})" if self.seen["gpu_error"] else ""
-            return f"{gpus} GPUs are visible on {socket.gethostname()}, {ranks} are needed{why}"
+            return f"{gpus} GPUs are visible, {ranks} are needed{why} (on {self._host()})"
         return None
+
+    def _host(self) -> str:
+        """This node as SLURM calls it."""
+        return self.place.hosts[self.place.node]
 
     def _probe(self) -> dict[str, Any]:
         if self.warm is not None:
@@ -214,6 +234,11 @@ class Job:
         if len(self.place.hosts) > 1:
             other = self.place.hosts[1 if self.place.node == 0 else 0]
             nodes = Nodes(folder, self.place.node, len(self.place.hosts), address_towards(other))
+            if self.place.node > 0 and (why := self._unfit(cfg)):  # node 0 has looked at itself before it decided
+                say(f"infrastructure: {why}")
+                nodes.end(Verdict("crashed", f"infrastructure: {why}"), True, [], {})
+                return
+        self.folder, self.had, self.record = folder, saved.steps_done(folder), self._record()
         starter: starters.Starter = self.cold
         if self.warm is not None and not environment.needs_cold_start(cfg):
             if not self.warm.alive():
@@ -221,13 +246,13 @@ class Job:
             starter = self.warm
         supervisor = Supervisor(
             folder, point.identity, starter, self.stop, self.told.code, telemetry=self.telemetry, attempt=attempt,
-            nodes=nodes, job=self._record(),
+            nodes=nodes, job=self.record,
         )  # fmt: skip
         began = time.monotonic()
         verdict = supervisor.run()
         why = f": {verdict.reason}" if verdict.reason else ""
         say(f"{point.folder}  {verdict.status}  {time.monotonic() - began:.1f} s{why}")
-        if verdict.status == "lost":
+        if verdict.status == "lost" and self.stop.signum is None:  # else SLURM knows, and has decided
             self.again = verdict.reason
         if verdict.status != "interrupted":
             self.ran += 1

@@ -30,6 +30,8 @@ ENDED = {
 }
 #: a command that hangs counts as one that failed
 COMMAND_SECONDS = 30.0
+#: the same in a job that SLURM is ending: it kills within 30 s (KillWait), and two questions are asked
+ENDING_SECONDS = 8.0
 
 
 class QueueError(Exception):
@@ -52,14 +54,15 @@ class Entry:
         return self.state in ACTIVE
 
 
-def ask(*command: str) -> str:
+def ask(*command: str, timeout: Optional[float] = None) -> str:
     """Standard output of a SLURM command. Raises QueueError."""
+    limit = timeout or COMMAND_SECONDS
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except FileNotFoundError:
         raise QueueError(f"{command[0]} is not in PATH") from None
     except subprocess.TimeoutExpired:
-        raise QueueError(f"{command[0]} gave no answer in {COMMAND_SECONDS:.0f} s") from None
+        raise QueueError(f"{command[0]} gave no answer in {limit:.0f} s") from None
     if done.returncode:
         raise QueueError(" ".join(done.stderr.split()) or f"{command[0]} left with {done.returncode}")
     return done.stdout
@@ -147,14 +150,34 @@ def active(job: str) -> bool:
     return entry is not None and entry.active
 
 
-def preempted(raw: str) -> bool:
-    """Whether a running job has been told to make room; the scheduler ends it, but may not requeue it."""
+def fate(raw: str, restart: int) -> str:
+    """What SLURM means by ending a job in its start number `restart`.
+
+    "requeued": it starts again by itself (scontrol requeue, preemption by requeue, a dead node). "preempted": it is to make
+    room, and may be asked to start again. "": it is over, or SLURM can't say.
+    """
     try:
-        text = ask("scontrol", "show", "job", "--oneliner", raw)
+        text = ask("scontrol", "show", "job", "--oneliner", raw, timeout=ENDING_SECONDS)
     except QueueError:
-        return False
+        return ""
     fields = dict(part.partition("=")[::2] for part in text.split())
-    return fields.get("JobState") == "RUNNING" and fields.get("PreemptTime", "None") != "None"
+    if fields.get("Restarts", "").isdigit() and int(fields["Restarts"]) > restart:
+        return "requeued"
+    preempted = fields.get("JobState") == "RUNNING" and fields.get("PreemptTime", "None") != "None"
+    return "preempted" if preempted else ""
+
+
+def down(hosts: list[str]) -> str:
+    """Those of a job's nodes that SLURM holds for dead, joined by commas; "" for none, or when it can't be asked."""
+    try:
+        text = ask(
+            "sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T", timeout=ENDING_SECONDS
+        )
+    except QueueError:
+        return ""
+    states = [line.split() for line in text.splitlines()]
+    dead = {s[0] for s in states if len(s) == 2 and s[1].startswith(("down", "fail"))}
+    return ",".join(h for h in hosts if h in dead)
 
 
 def seconds_left(raw: str) -> Optional[float]:
