@@ -17,7 +17,7 @@ from tests.parallel.ranks import Ranks
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
 from train import config
 from train.model.transformer import Transformer
-from train.parallel import expert
+from train.parallel import expert, mesh
 from train.parallel.build import build
 from train.parallel.dims import Dims
 
@@ -156,10 +156,19 @@ def test_fp32(two: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ("none", "full"))
-def test_compiled(two: Ranks, recompute: str) -> None:
+def test_compiled(two: Ranks) -> None:
     """The exchange stays out of the graph, which breaks there."""
-    check(two, moe("fsdp", ep=2, compiled=True, memory=(("recompute", recompute),), balance="aux_loss_free"))
+    check(two, moe("fsdp", ep=2, compiled=True, balance="aux_loss_free"))
+
+
+@pytest.mark.parametrize("recompute", ("full", "selective"))
+def test_compiled_layers_that_recompute_are_refused(recompute: str) -> None:
+    case = moe("fsdp", ep=2, compiled=True, memory=(("recompute", recompute),))
+    cfg = cases.configuration(case)
+    with pytest.raises(
+        config.ConfigError, match=f"memory.recompute={recompute}: torch can't keep parts of a layer that ep"
+    ):
+        mesh.check_model(cfg, mesh.resolve(cfg, 2))
 
 
 @pytest.mark.parametrize("reduction", ("none", "fsdp"))
