@@ -29,12 +29,10 @@ from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
 from train.parallel import async_tp, balance, context, expert, pipeline, tensor
-from train.parallel.build import build, param_dtype
+from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
 from train.replay import passes
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Rank:
@@ -89,6 +87,7 @@ class Rank:
             tensor.apply(model, self.dims)
             expert.apply(model, cfg, self.dims)
             pipeline.prune(model, cfg, self.dims)
+        self.model = model
         context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
         model.to_empty(device=self.device)
@@ -277,8 +276,8 @@ class Rank:
             self.heart.beat("train", step)
             before = meter.start(step)
             self.trace.before(step)
-            if self.pipeline is not None and step in self.trace.steps:
-                self.pipeline.timeline.align = self.dims.group("pp")
+            if self.pipeline is not None:
+                self.pipeline.timeline.align = self.dims.group("pp") if step in self.trace.steps else None
             with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
             meter.results(loss, norm, data_s, self.load)
@@ -342,7 +341,9 @@ class Rank:
     def traffic(self) -> dict[str, Any]:
         """What the reduction and the layers' own collectives sent."""
         found = self.dp.traffic()
-        return found | {"bytes": found["bytes"] | tensor.traffic(self.cfg, self.dims, self.dtype.itemsize)}
+        layers = tensor.traffic(self.model, self.cfg, self.dims, self.dtype.itemsize)
+        stages = self.pipeline.traffic() if self.pipeline is not None else {}
+        return found | {"bytes": found["bytes"] | layers | stages}
 
     def summary(self) -> dict[str, Any]:
         """What status.json keeps of rank 0."""

@@ -40,8 +40,8 @@ def test_what_is_fine() -> None:
             "model.force_balance=true: leaves model.balance=aux_loss nothing to do; set it to none",
         ),
         (
-            {**EXPERTS, "balance": "aux_loss_free", "round_name": "delta"},
-            "model.balance=aux_loss_free: its bias is no weight, so round=delta would not exchange it; use aux_loss or none",
+            {**EXPERTS, "round_name": "delta"},
+            "round=delta: goes with dense models; model=m has experts",
         ),
         (
             {**EXPERTS, "dispatch": "deepep"},

@@ -10,7 +10,7 @@ from train.launch.heartbeat import FIRST_STEPS, Watch
 from train.launch.stacks import Stack
 
 #: phases of a rank between steps that may take long: the first steps' limit holds
-UNTIMED = ("replay", "checkpoint")
+UNTIMED = ("replay", "checkpoint", "round", "end")
 
 
 @dataclass

@@ -74,6 +74,3 @@ def layout(cfg: Train, degrees: dict[str, int]) -> None:
     m, tp = cfg.memory, degrees["tp"]
     if tp > 1 and m.lm_head_kernel == "torch":
         raise ConfigError("memory.lm_head_kernel", "torch", f"takes the whole vocabulary; with tp={tp} it must be own")
-    if tp > 1 and m.optimizer_offload == "full":
-        why = f"updates weights in backward, before the tp={tp} ranks' gradients are added up; needs tp=1"
-        raise ConfigError("memory.optimizer_offload", "full", why)

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_kernel: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # public since torch 2.10
 ALIGNMENT = 16  # bytes: what torch._grouped_mm asks of a row's stride
 
 
@@ -15,7 +17,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     `ends` ascends to R; empty groups are fine. No host synchronisation where `kernel_takes` the inputs.
     """
     if kernel_takes(x, w):
-        out: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+        out: Tensor = _kernel(x, w.transpose(1, 2), offs=ends)
         return out
     looped: Tensor = loop_mm(x, w, ends)
     return looped
@@ -27,7 +29,7 @@ def kernel_takes(x: Tensor, w: Tensor) -> bool:
         return False  # torch traces the GPU's rules alone
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     aligned = all(n * x.itemsize % ALIGNMENT == 0 for n in w.shape[1:])
-    return hasattr(torch, "_grouped_mm") and x.dtype in dtypes and aligned and len(x) > 0
+    return _kernel is not None and x.dtype in dtypes and aligned and len(x) > 0
 
 
 # An operator of its own, so that a compiled graph holds the loop as one node: its length is read on the host.

@@ -49,6 +49,5 @@ def _experts(cfg: Train) -> None:
         raise ConfigError(
             "model.force_balance", True, f"leaves model.balance={m.balance} nothing to do; set it to none"
         )
-    if cfg.round.name != "none" and m.balance == "aux_loss_free":
-        why = f"its bias is no weight, so round={cfg.round.name} would not exchange it; use aux_loss or none"
-        raise ConfigError("model.balance", m.balance, why)
+    if cfg.round.name != "none":  # loads are counted over all ranks in every step, and a bias is no weight to exchange
+        raise ConfigError("round", cfg.round.name, f"goes with dense models; model={m.name} has experts")

@@ -19,7 +19,7 @@ def enable(dims: Dims) -> None:
 
     Raises ConfigError where torch or the GPUs can't.
     """
-    if not hasattr(inductor, "_micro_pipeline_tp") or not hasattr(symmetric, "enable_symm_mem_for_group"):
+    if not hasattr(inductor, "_micro_pipeline_tp"):
         raise ConfigError(
             KEY, True, f"torch {torch.__version__} has no micro-pipelined tensor parallel; set it to false"
         )
@@ -32,5 +32,7 @@ def enable(dims: Dims) -> None:
             raise ConfigError(KEY, True, f"tp {dims.size('tp')} reaches beyond this node's GPUs; set it to false")
         if peer != here and not torch.cuda.can_device_access_peer(here, peer):
             raise ConfigError(KEY, True, f"GPU {here} can't read the memory of GPU {peer}; set it to false")
-    symmetric.enable_symm_mem_for_group(dims.group("tp").group_name)
+    announce = getattr(symmetric, "enable_symm_mem_for_group", None)
+    if announce is not None and not hasattr(announce, "__deprecated__"):  # from torch 2.13 on every group can
+        announce(dims.group("tp").group_name)
     inductor._micro_pipeline_tp = True

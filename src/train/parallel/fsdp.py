@@ -72,18 +72,17 @@ class Fsdp(DataParallel):
         # masters, and gradients as they are reduced, in host memory; on a CPU that is where they are
         offload = CPUOffloadPolicy() if self._full and self._device.type == "cuda" else OffloadPolicy()
         self._blocks = list(getattr(model, "layers", ()))
-        shard = functools.partial(
-            fully_shard, mp_policy=policy, offload_policy=offload, reshard_after_forward=self._reshard
-        )
+        shard = functools.partial(fully_shard, mp_policy=policy, offload_policy=offload)
+        block_shard = functools.partial(shard, reshard_after_forward=self._reshard)
         for block in self._blocks:
             experts = getattr(getattr(block, "ffn", None), "experts", None)
             if experts is not None and self._dims.size("ep") * self._dims.size("tp") > 1:
                 mesh = self._dims.expert_shard_mesh
-                shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
-            shard(block, mesh=devices, shard_placement_fn=functools.partial(_placement, shards=devices.size(-1)))
+                block_shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
+            block_shard(block, mesh=devices, shard_placement_fn=functools.partial(_placement, shards=devices.size(-1)))
         self._prefetch(prefetch)
-        for root in roots:
-            shard(root, mesh=devices)
+        for root in roots:  # None: gathered weights of a root stay, since backward begins with them
+            shard(root, mesh=devices, reshard_after_forward=False if self._keep else None)
         return model
 
     def _prefetch(self, depth: int | None) -> None:
@@ -144,9 +143,8 @@ class Fsdp(DataParallel):
     def traffic(self) -> dict[str, Any]:
         """Bytes by the layout, as rings send them (fully_shard shows no counters); "exposed_s": None, it can't be seen from
         outside fully_shard."""
-        first = (
-            1 if self._keep else self._micro_batches
-        )  # gathers before forward; the root's weights stay until backward ends
+        # gathers before forward; the root's weights stay until backward ends
+        first = 1 if self._keep else self._micro_batches
         # a block that was resharded is gathered again in backward: from all shards, or from the few that it was kept on
         few = self._shards if self._reshard is True else int(self._reshard)
         again = 0.0 if self._keep else self._micro_batches * self._shards / few * (few - 1) / max(1, self._shards - 1)

@@ -105,13 +105,17 @@ def _experts(cfg: Train, got: dict[str, int]) -> int:
             )
         return 1
     fits = [d for d in range(1, island + 1) if island % d == 0 and experts % d == 0]
+    if cfg.reduction.name in ZERO2:
+        if want > 1:
+            raise ConfigError(
+                "parallelism.ep", want, f"{cfg.reduction.name} goes with cp only; ddp and fsdp go with ep"
+            )
+        return 1
     if want == OPEN:
         return max((d for d in fits if d <= MAX_AUTO_EP and d % got["cp"] == 0), default=1)
     if want not in fits:
         why = f"must divide dp_shard x cp x tp = {island} and model.experts={experts} (valid: {_list(fits)})"
         raise ConfigError("parallelism.ep", want, why)
-    if want > 1 and cfg.reduction.name in ZERO2:
-        raise ConfigError("parallelism.ep", want, f"{cfg.reduction.name} goes with cp only; ddp and fsdp go with ep")
     return want
 
 
@@ -141,11 +145,7 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
                 raise ConfigError(f"parallelism.{name}", degrees[name], f"memory.optimizer_offload=full {why}")
     if cfg.parallelism.async_tp:
         _check_async_tp(cfg, tp)
-    keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * cp
-    if keep is not None and not isinstance(keep, bool) and (keep < 2 or keep >= shards or shards % keep):
-        few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
-        why = f"must be true, false or a divisor between 1 and dp_shard x cp = {shards} (valid: {few})"
-        raise ConfigError("reduction.reshard_after_forward", keep, why)
+    _check_reshard(cfg, degrees)
     exchange = next((name for name in ("cp", "ep") if degrees[name] > 1), None)
     keeps = ("selective", "full") if m.experts else ("selective",)  # full keeps the choice of experts
     if exchange and cfg.memory.recompute in keeps and cfg.compile.name != "none":
@@ -163,6 +163,20 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
         near = f"{low}, {low + unit}" if low else f"{unit}"
         what = "2 x cp x tp (cp_method=ring)" if ring else "cp x tp"
         raise ConfigError("seq_len", cfg.seq_len, f"must be a multiple of {what} = {unit} (nearest: {near})")
+
+
+def _check_reshard(cfg: Train, degrees: dict[str, int]) -> None:
+    """reshard_after_forward as a number: torch makes meshes of that size from one mesh of all ranks. Raises ConfigError."""
+    keep, shards = cfg.reduction.reshard_after_forward, degrees["dp_shard"] * degrees["cp"]
+    if keep is None or isinstance(keep, bool):
+        return
+    if degrees["tp"] * degrees["ep"] > 1 or cfg.round.name != "none":
+        why = "a number goes with tp=1, ep=1 and round=none, where all ranks are one mesh; else true or false"
+        raise ConfigError("reduction.reshard_after_forward", keep, why)
+    if keep < 2 or keep >= shards or shards % keep:
+        few = _list(d for d in range(2, shards) if shards % d == 0) or "none"
+        why = f"must be true, false or a divisor between 1 and dp_shard x cp = {shards} (valid: {few})"
+        raise ConfigError("reduction.reshard_after_forward", keep, why)
 
 
 def _check_async_tp(cfg: Train, tp: int) -> None:

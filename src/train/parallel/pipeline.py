@@ -5,6 +5,7 @@
 the last micro-batch: parts of a schedule compute gradients without running the parameters' hooks.
 """
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +18,7 @@ from train import config
 from train.measure.timeline import Timeline
 from train.model.transformer import Transformer
 from train.parallel.dims import Dims
-from train.parallel.stages import Plan, plan
+from train.parallel.stages import SCHEDULES, Plan, plan
 
 
 def of(cfg: config.Train, dims: Dims) -> Plan | None:
@@ -108,6 +109,7 @@ class Pipeline:
         self.timeline = Timeline(dims.device)
         rows = cfg.micro_batch, cfg.seq_len // dims.size("cp")
         hidden = cfg.micro_batch, rows[1] // sequence_shards(model), cfg.model.dim
+        self._boundary_bytes = math.prod(hidden) * dtype.itemsize * cfg.grad_accum
         made = [
             self._stage(chunk, stage, rows, hidden, dtype)
             for chunk, stage in zip(self.chunks, self.stages, strict=True)
@@ -132,6 +134,16 @@ class Pipeline:
         stage.timeline = self.timeline
         return stage
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step: activations to the next stage's rank, their gradients to the one before's."""
+        place, last = self._dims.index("pp"), self.plan.stages - 1
+        sends = sum(
+            0 <= other <= last and self.plan.rank_of(other) != place
+            for stage in self.stages
+            for other in (stage - 1, stage + 1)
+        )
+        return {"pp_send": sends * self._boundary_bytes}
+
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward of all micro-batches of a step: tokens, targets [micro_batch x grad_accum, T / cp] of this
         data-parallel rank. The mean loss over them on ranks with the last stage, elsewhere 0."""
@@ -149,8 +161,6 @@ class Pipeline:
 
 def schedule_class(name: str) -> Any:
     """torch's class. Raises ConfigError where the installed torch has none."""
-    from train.parallel.stages import SCHEDULES
-
     try:
         return torch_schedules.get_schedule_class(SCHEDULES[name].torch)
     except ValueError:

@@ -132,7 +132,9 @@ class Replicated(DataParallel):
             square += owner.square
         self._next_lr = None
         self.meter.end_step()
-        return torch.tensor(square**0.5, dtype=self._updates[0].dtype, device=self._device)
+        mine = torch.tensor(square, dtype=torch.float64, device=self._device)
+        total = self._dims.total(mine / self._dims.copies(cut=True, sharded=False))  # of all pipeline stages
+        return total.sqrt().to(self._updates[0].dtype)
 
     def _deliver(self, owner: HostOptimizer, index: int) -> Callable[[Tensor], None]:
         def gradient_is_in(parameter: Tensor) -> None:

@@ -139,7 +139,7 @@ def assemble(name: str, mine: Tensor, dims: Dims) -> Tensor:
     return torch.cat(parts, at)
 
 
-def traffic(cfg: config.Train, dims: Dims, itemsize: int) -> dict[str, int]:
+def traffic(model: Transformer, cfg: config.Train, dims: Dims, itemsize: int) -> dict[str, int]:
     """Bytes that a rank sends in a step for gathering and scattering sequences, as rings send them; by the layout, for a
     compiled layer shows no counters."""
     tp = dims.size("tp")
@@ -147,10 +147,11 @@ def traffic(cfg: config.Train, dims: Dims, itemsize: int) -> dict[str, int]:
         return {}
     assert cfg.grad_accum is not None
     once = cfg.micro_batch * cfg.seq_len // dims.size("cp", "tp") * cfg.model.dim * itemsize * (tp - 1)
-    layers = cfg.model.layers
-    # attention and FFN gather once and scatter once each, and the reverse in backward; embedding and head likewise, together
-    gathers = scatters = 4 * layers + 2
-    if cfg.memory.recompute == "full":  # all over again but for the last scatter, whose result nothing needs
-        again = -(-layers // cfg.memory.every)
-        gathers, scatters = gathers + 2 * again, scatters + again
+    # attention and FFN gather once and scatter once each, and the reverse in backward; embedding and head one of the two
+    blocks = [sum(isinstance(m, (Attention, FeedForward)) for m in block.modules()) for block in model.layers]
+    ends = (model.embed is not None) + (model.norm is not None)
+    gathers = scatters = 2 * sum(blocks) + ends
+    if cfg.memory.recompute == "full":  # all over again but for an FFN's scatter, whose result nothing needs
+        again = blocks[:: cfg.memory.every]
+        gathers, scatters = gathers + sum(again), scatters + len(again)
     return {"tp_all_gather": gathers * once * cfg.grad_accum, "tp_reduce_scatter": scatters * once * cfg.grad_accum}

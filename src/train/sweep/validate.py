@@ -32,6 +32,7 @@ CHOICES = {
     **memory_rules.CHOICES,
     **moe_rules.CHOICES,
 }
+ROPE_SCALING = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}  # as model/rope.py takes them
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
 RANGES: dict[str, tuple[float, float]] = {
     "micro_batch": (1, 2**20),
@@ -99,6 +100,10 @@ def values(cfg: Train) -> None:
         assert isinstance(value, (int, float))
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
+    scaling = cfg.model.rope_scaling
+    if scaling is not None and set(scaling) != ROPE_SCALING:
+        shown = "{" + ",".join(f"{k}:{v:g}" for k, v in scaling.items()) + "}"
+        raise ConfigError("model.rope_scaling", shown, f"must be null or have just {', '.join(sorted(ROPE_SCALING))}")
     mesh.values(cfg)
     stages.values(cfg)
     memory_rules.values(cfg)
