@@ -71,7 +71,7 @@ def body(folders: list[Path]) -> str:
     found, chosen = groups(folders), defaults()
     order = [g for g in chosen if g in found] + sorted(g for g in found if g not in chosen)
     name_width = max(len(g) for g in order)
-    lines = ["Which configuration trains a model fastest here? Every combination of the values is trained.", ""]
+    lines = ["Which configuration trains a model fastest here? Every combination of the values is trained."]
     lines += ["python -m train [-m] GROUP=OPTION[,OPTION…] KEY=VALUE[,VALUE…] …", ""]
     lines += ["Groups (* default; GROUP.KEY=VALUE changes a value inside, `--cfg job` shows all of them)"]
     for group in order:
@@ -82,8 +82,8 @@ def body(folders: list[Path]) -> str:
             lines.append((head + shortened(text, WIDTH - len(head))).rstrip())
     lines += ["", "Keys (meaning and range of each: docs/configuration.md)"]
     lines += [f"  {a:<12} {b:<33} {c:<12} {d}".rstrip() for a, b, c, d in KEYS]
-    lines += ["", "Examples", EXAMPLES, ""]
-    lines += ["Also: --cfg job, --info, --hydra-help, --config-dir DIR (own options); TAB completion:"]
+    lines += ["Examples", EXAMPLES]
+    lines += ["Also: --cfg job, --info, --hydra-help, --config-dir DIR (own options); TAB completes after"]
     lines += ['  eval "$(python -m train -sc install=bash)"']
     return "\n".join(lines) + "\n"
 

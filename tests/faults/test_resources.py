@@ -18,8 +18,8 @@ from tests.faults.lab import TINY, Command, Lab, statuses, steps, sweep, wait_fo
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("a 1 MB tmpfs can't be mounted here (needs root and mount)")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a 4 MB tmpfs can't be mounted here (needs root and mount)")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -74,7 +74,7 @@ def test_disk_vanishes(lab: Lab, small_disk: Path) -> None:
     trial.reach("train", 5)
     subprocess.run(["umount", "-l", str(small_disk)], check=True)
     verdict = trial.end()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small_disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small_disk)], check=True)
     assert verdict.status == "crashed" and "No such file or directory" in verdict.reason, verdict.reason
     assert lab.run(small_disk, steps=5).status["status"] == "ok"
 

@@ -87,6 +87,7 @@ def test_on_a_cpu_what_tensors_say(reduction: str, tmp_path) -> None:  # type: i
             cases.one_step(dp, 0, 1, case, step)
             breakdown.backward_done()
             dp.step(1e-3)
+    dp.close()
     size = 4 * sum(p.numel() for p in model.parameters())
     assert breakdown.kinds["weights"] * GIB == pytest.approx(size)
     assert breakdown.kinds["gradients"] * GIB == pytest.approx(size)
