@@ -161,8 +161,8 @@ def test_no_more_processes(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_file_size_limit(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE 4 KiB: metrics.jsonl hits it first."""
-    done = sweep(tmp_path, "name=z", *TINY, "steps=200", "seed=0,1", wrap=("prlimit", "--fsize=20000"))
+    """A limit above every file of the code's snapshot: metrics.jsonl hits it first."""
+    done = sweep(tmp_path, "name=z", *TINY, "steps=1000", "seed=0,1", wrap=("prlimit", "--fsize=60000"))
     assert done.code == 1 and "Traceback" not in done.output, done.output
     for status in statuses(tmp_path / "z").values():
         assert status["status"] == "crashed" and "File too large" in status["reason"], status

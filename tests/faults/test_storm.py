@@ -103,13 +103,20 @@ def test_storm(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 23))
 def test_long_storm(tmp_path: Path, seed: int) -> None:
-    """All but the last command were lost; that one takes no longer than the whole sweep without any fault, plus 10 %."""
-    last = storm(tmp_path / "storm", seed)
-    clean: list[
-        float
-    ] = []  # the machine is shared: a storm that looks slow is held against what a clean sweep takes by now
-    while not clean or (last > 1.1 * max(clean) + 3 and len(clean) < 3):
-        done = sweep(tmp_path / f"clean{len(clean)}", *ARGS)
-        assert done.code == 0
-        clean.append(done.seconds)
-    assert last <= 1.1 * max(clean) + 3, (last, clean)  # 3 s: what a busy machine varies
+    """All but the last command were lost; that one takes no longer than the whole sweep without any fault, plus 10 %.
+
+    The machine is shared: a storm that looks slow is held against what a clean sweep takes by now, and if it still looks
+    slow it is run again, for what it does by itself it does again.
+    """
+    for again in range(3):
+        last = storm(tmp_path / f"storm{again}", seed)
+        if not CLEAN or last > 1.1 * max(CLEAN) + 3:  # 3 s: what a busy machine varies
+            done = sweep(tmp_path / f"clean{again}", *ARGS)
+            assert done.code == 0
+            CLEAN.append(done.seconds)
+        if last <= 1.1 * max(CLEAN) + 3:
+            return
+    raise AssertionError((last, CLEAN))
+
+
+CLEAN: list[float] = []  # seconds that a sweep without any fault took, in this process
