@@ -18,7 +18,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.beside import ROOT, run_peer
+
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
 STEADY = 5  # steps dropped: compile and the first steps after it
 
@@ -66,21 +67,11 @@ def rows(name: str) -> list[dict[str, Any]]:
     return out
 
 
-def torchtitan(micro_batch: int, peers: str) -> dict[str, Any] | None:
-    """The peer under torchrun on two GPUs; None when it did not print its line."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([peers, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "torchtitan_dense.py",
+def torchtitan(micro_batch: int, packages: str) -> dict[str, Any]:
+    """The peer under torchrun on two GPUs; {} when it did not print its line."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "torchtitan_dense.py",
                "dense_1b", "2048", str(micro_batch), "none", "1"]  # fmt: skip
-    print("$", " ".join(["python", *command[1:]]), flush=True)
-    done = subprocess.run(
-        command, cwd=ROOT / "benchmarks" / "peers", env=env, capture_output=True, text=True, timeout=200
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            result: dict[str, Any] = json.loads(line)
-            return result
-    print(done.stdout[-1500:], done.stderr[-3000:], flush=True)
-    return None
+    return run_peer(command, 200, packages)[0]
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.beside import ROOT, run_peer
+
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
 WARM = 4  # steps that are left out: compile, allocator, the step whose allocations are recorded
@@ -79,10 +80,10 @@ def main() -> int:
             rows += run(part, out, end)
             save(args.json, rows)
             if part.name == "dense" and "peer" in wanted:
-                rows += [peer(mode, end) for mode in ("none", "selective", "full")]
+                rows += beside_dense(end)
                 save(args.json, rows)
     if "peer" in wanted and "dense" not in wanted:
-        rows += [peer(mode, end) for mode in ("none", "selective", "full")]
+        rows += beside_dense(end)
         save(args.json, rows)
     compare(rows)
     save(args.json, rows)
@@ -134,25 +135,25 @@ def fill(row: Row, folder: Path) -> None:
     row.kinds_gib = (summary.get("memory_by_kind") or [{}])[0]
 
 
-def peer(mode: str, end: float) -> Row:
-    """torchtitan with the same geometry, sequence and micro-batch, compiled."""
-    row = Row("peer", f"torchtitan {mode}", "not run")
-    left = end - time.monotonic()
+def beside_dense(end: float) -> list[Row]:
+    """torchtitan with dense_1b's geometry, sequence and micro-batch, compiled, by recompute."""
+    modes = ("none", "selective", "full")
+    return [
+        torchtitan(Row("peer", f"torchtitan {mode}", "not run"), ["dense_1b", "2048", "16", mode, "1"], end)
+        for mode in modes
+    ]
+
+
+def torchtitan(row: Row, arguments: list[str], end: float) -> Row:
+    """`row`, filled by torchtitan: geometry, sequence, micro-batch, recompute, compile."""
+    left, start = end - time.monotonic(), time.monotonic()
     if left < 60:
         return row
-    command = [sys.executable, "torchtitan_dense.py", "dense_1b", "2048", "16", mode, "1"]
-    start = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT / "benchmarks/peers", capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired:
-        row.status = "cut off"
-        return row
+    said, why = run_peer(["torchtitan_dense.py", *arguments], left)
     row.seconds = time.monotonic() - start
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"peer"')]
-    if not found:
-        row.status = (done.stderr.strip().splitlines() or ["nothing printed"])[-1][:120]
+    if why:
+        row.status = why
         return row
-    said = json.loads(found[-1])
     row.status, row.tokens_per_s, row.peak_gib = "ok", said["tok_s"], said["peak_gib"]
     return row
 

@@ -9,14 +9,12 @@ The last line is the ratio of the first row to torchtitan's. Not measured on a G
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.gpu_memory import ROOT, Part, Row, one
+from benchmarks.gpu_memory import Part, Row, one, torchtitan
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
 CASES = {
@@ -36,7 +34,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         rows = [one(Part(f"moe, {name}", [*MOE, *keys], ["none"]), "none", out, end) for name, keys in CASES.items()]
-    rows += [] if args.no_peer else [peer(end)]
+    rows += (
+        []
+        if args.no_peer
+        else [torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end)]
+    )
     for row in rows:
         speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
         print(f"{row.part:20} {row.status:10} {speed}")
@@ -45,27 +47,6 @@ def main() -> int:
     if not args.no_peer and rows[0].tokens_per_s and rows[-1].tokens_per_s:
         print(f"router / torchtitan: {rows[0].tokens_per_s / rows[-1].tokens_per_s:.2f}")
     return 0 if all(row.status == "ok" for row in rows) else 1
-
-
-def peer(end: float) -> Row:
-    """torchtitan's Qwen3 mixture of the same geometry."""
-    row = Row("torchtitan", "none", "not run")
-    command = [sys.executable, "torchtitan_dense.py", "moe_3b", "2048", "8", "none", "1"]
-    left = end - time.monotonic()
-    if left < 60:
-        return row
-    try:
-        done = subprocess.run(command, cwd=ROOT / "benchmarks/peers", capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired:
-        row.status = "cut off"
-        return row
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"peer"')]
-    if not found:
-        row.status = (done.stderr.strip().splitlines() or ["nothing printed"])[-1][:120]
-        return row
-    said = json.loads(found[-1])
-    row.status, row.tokens_per_s, row.peak_gib = "ok", said["tok_s"], said["peak_gib"]
-    return row
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ stays, each row with its date, so that a table can be made over several calls; r
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from datetime import date
@@ -21,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis import kernels
-from benchmarks.gpu_dp2 import ROOT, rows, train
-
-PEERS = ROOT / "benchmarks" / "peers"
+from benchmarks.beside import ROOT, run_peer
+from benchmarks.gpu_dp2 import rows, train
 
 
 @dataclass(frozen=True)
@@ -51,17 +47,6 @@ SETTINGS = {
 }
 
 
-def script(arguments: list[str], peers: str) -> dict[str, Any]:
-    """One of benchmarks/peers' scripts: the last JSON line that it prints; {} and its output where there is none."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([peers, os.environ.get("PYTHONPATH", "")])}
-    print("$ python", *arguments, flush=True)
-    done = subprocess.run([sys.executable, *arguments], cwd=PEERS, env=env, capture_output=True, text=True, timeout=300)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if not found:
-        print(done.stdout[-1500:], done.stderr[-3000:], flush=True)
-    return found[-1] if found else {}
-
-
 def ours(name: str, setting: Setting, *more: str) -> dict[str, Any]:
     """One run of this project's; {} where it did not end well."""
     shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
@@ -82,8 +67,8 @@ def measure(key: str, args: argparse.Namespace) -> dict[str, Any]:
     for repeat in range(args.repeats):
         mine.append(ours(f"step_{key}_{repeat}", setting, f"steps={args.steps}"))
         if args.peers:
-            theirs.append(script(setting.peer(), args.peers))
-    ceiling = script(["roofline.py", "dense_1b", str(setting.seq_len), str(setting.micro_batch)], args.peers)
+            theirs.append(run_peer(setting.peer(), 300, args.peers)[0])
+    ceiling, _ = run_peer(["roofline.py", "dense_1b", str(setting.seq_len), str(setting.micro_batch)], 300, args.peers)
     ours(f"step_{key}_profile", setting, f"steps={args.steps}", "profile=true")
     mine, theirs = [r for r in mine if r], [r for r in theirs if r]
     return {

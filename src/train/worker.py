@@ -1,6 +1,5 @@
 """One rank: read the frozen point, build, loop, measure. Run as `python -m train.worker FOLDER SCRATCH` or by a fork."""
 
-import dataclasses
 import faulthandler
 import json
 import os
@@ -169,28 +168,12 @@ class Rank:
                 "kind": "given",
                 "device": self.device_name,
             }
-        known = peaks.lookup(self.device_name, self.cfg.precision.name) or self._measured_peak()
+        known = peaks.lookup(self.device_name, self.cfg.precision.name)
+        if known is None:
+            name = f"peak-{socket.gethostname()}-{self.device.type}-{self.cfg.precision.name}-{self.world}.json"
+            cache = self.folder.parent / ".sweep" / name
+            known = peaks.of_ranks(cache, self.device, self.dtype, self.rank, self.world)
         return {"flops": known.flops, "source": known.source, "kind": known.kind, "device": self.device_name}
-
-    def _measured_peak(self) -> peaks.Peak:
-        """Of an unknown device, the slowest rank's; once per host and sweep, so that all points share one denominator."""
-        name = f"peak-{socket.gethostname()}-{self.device.type}-{self.cfg.precision.name}-{self.world}.json"
-        cache = self.folder.parent / ".sweep" / name
-        stored: dict[str, Any] = json.loads(cache.read_text()) if cache.exists() else {"flops": 0.0, "source": ""}
-        if self.world > 1:  # every rank decides as rank 0 does
-            known = torch.tensor([stored["flops"]], dtype=torch.float64, device=self.device)
-            dist.broadcast(known, 0)
-            stored["flops"] = known.item()
-        if stored["flops"]:
-            return peaks.Peak(stored["flops"], "measured", stored["source"])
-        found = peaks.measure(self.device, self.dtype)
-        if self.world > 1:
-            value = torch.tensor([found.flops], dtype=torch.float64, device=self.device)
-            dist.all_reduce(value, op=dist.ReduceOp.MIN)
-            found = dataclasses.replace(found, flops=value.item())
-        if self.rank == 0 and cache.parent.is_dir():
-            write(cache, {"flops": found.flops, "source": found.source})
-        return found
 
     # ---- train -------------------------------------------------------------------------------------------------------
 

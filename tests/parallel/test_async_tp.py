@@ -1,6 +1,5 @@
 """parallelism.async_tp: refused where it can't be, found by torch's pass where it can, and the same numbers on two GPUs."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,14 +72,6 @@ def test_refused_by_a_rank_without_a_gpu() -> None:
     dims = Dims({"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}, 0, torch.device("cpu"))
     with pytest.raises(config.ConfigError, match="parallelism.async_tp=true: symmetric memory needs GPUs"):
         async_tp.enable(dims)
-
-
-@pytest.fixture(scope="module")
-def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with Ranks(2, tmp_path_factory.mktemp("nccl"), "cuda") as ranks:
-        yield ranks
 
 
 def pipelined(rank: int, world: int, case: Case) -> tuple[cases.Outcome, set[str]]:

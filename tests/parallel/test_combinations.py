@@ -1,8 +1,6 @@
 """Combinations of degrees at large: what can't be is refused before anything starts, the rest starts and is right."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +66,7 @@ def possible(nproc: int, c: Case) -> bool:
         c.layers >= c.pp and c.grad_accum >= c.pp and c.model != "even_tied" and c.reshard in (None, False)
     )
     reshard = c.reshard is None or c.reduction == "fsdp"
-    if reshard and c.reshard == 2 and c.reshard is not True:
+    if reshard and c.reshard == 2:
         reshard = c.tp == 1 and shards * c.cp > 2 and shards * c.cp % 2 == 0
     experts = c.ep == 1 or (
         c.model == "even_moe" and c.reduction not in ZERO2 and 8 % c.ep == 0 and (shards * c.cp * c.tp) % c.ep == 0
@@ -107,13 +105,6 @@ def drawn(count: int, world: int) -> list[Case]:
         if fits and (case.tp > 1) + (case.cp > 1) + (case.pp > 1) >= min(2, world // 2 - 1) and case not in found:
             found.append(case)
     return found
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("eight")
-    with Ranks(8, folder) as ranks:
-        yield ranks
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Context parallel on real ranks against one process: losses, every gradient, the clipped norm, weights."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ def check(ranks: Ranks, case: Case) -> None:
 
 def even(reduction: str = "fsdp", memory: dict[str, Any] | None = None, **changes: Any) -> Case:
     return Case(reduction, memory=tuple((memory or {}).items()), **({"model": "even", "cp": 2} | changes))
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(8, tmp_path_factory.mktemp("eight")) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

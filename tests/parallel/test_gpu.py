@@ -1,6 +1,5 @@
 """The same equalities on GPUs: one alone, and two over NCCL. No step may make the host wait (cases.no_host_synchronisation)."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,14 +12,6 @@ from tests.parallel.test_bitwise import assert_bitwise
 from tests.parallel.test_equality import FP64, REDUCTIONS, assert_equal_runs, reference, relative
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with Ranks(2, tmp_path_factory.mktemp("nccl"), "cuda") as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -1,17 +1,14 @@
 """Pipelines by the real command line: what a run leaves, replay, faults, checkpoints."""
 
 import json
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from tests.helpers import TINY, environment, frozen, metrics, points, status, train
-from train import checkpoint
+from tests.checkpoints import interrupted, state
+from tests.helpers import TINY, frozen, metrics, points, status, train
 
 FAST = [a.replace("layers=2", "layers=4") for a in TINY] + ["nproc=2", "global_batch=8", "micro_batch=2", "data=fake"]
 PP = [*FAST, "parallelism.pp=2"]
@@ -85,27 +82,13 @@ def test_faults(tmp_path: Path, fault: str, reason: str) -> None:
     assert reason in status(point)["reason"]
 
 
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    loaded = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in metadata.items()}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    return loaded
-
-
 @pytest.mark.slow
 def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """To the bit where it would have ended, every stage with what is its own."""
     common = [*PP, "reduction=fsdp", "steps=60", "checkpoint.every=10", "checkpoint.keep=100"]
     whole = train(*common, "name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    command = [sys.executable, "-m", "train", *common, "name=cut"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
-    sweep, deadline = tmp_path / "outputs" / "cut", time.monotonic() + 150
-    while not any(checkpoint.complete(p) for p in sweep.glob("*-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=60)
+    interrupted([*common, "name=cut"], tmp_path / "outputs" / "cut", signal.SIGTERM)
     again = train(*common, "name=cut", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     (point,), (other,) = (points(tmp_path / "outputs" / name).values() for name in ("cut", "whole"))

@@ -2,16 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from tests.helpers import TINY, environment, points, status, train
+from tests.checkpoints import interrupted, state
+from tests.helpers import TINY, points, status, train
 from train import checkpoint
 from train.replay.compare import merkle_root
 
@@ -78,27 +75,14 @@ def test_the_fabric_is_measured_once_a_sweep(replayed: Path) -> None:
         assert len(measured[name]) == 3 and all(value > 0 for value in measured[name].values())
 
 
-def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint."""
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    loaded = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in metadata.items()}
-    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
-    return loaded
-
-
 @pytest.mark.slow
 def test_a_point_that_was_interrupted_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """To the bit where it would have ended without the interruption."""
     common = [*FAST, "steps=100", "nproc=1", "checkpoint.every=20", "checkpoint.keep=100"]
     whole = train(*common, "name=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    command = [sys.executable, "-m", "train", *common, "name=cut"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
-    sweep, deadline = tmp_path / "outputs" / "cut", time.monotonic() + 150
-    while not any(checkpoint.complete(p) for p in sweep.glob("*-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    sweep = tmp_path / "outputs" / "cut"
+    interrupted([*common, "name=cut"], sweep, signal.SIGINT)
     (point,) = points(sweep).values()
     assert status(point)["status"] == "interrupted"
     reached = checkpoint.complete(point)[-1][0]

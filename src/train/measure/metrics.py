@@ -6,7 +6,6 @@ events on the stream; step n is read only when step n+1 has been launched, so th
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -14,7 +13,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from train.measure import memory
+from train.measure import marks, memory
 
 
 class NonFinite(Exception):
@@ -57,16 +56,9 @@ class Meter:
     round_peak: float = 0.0
     last: dict[str, float] = field(default_factory=dict)
 
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def start(self, step: int) -> Optional[Pending]:
         """Mark the start of `step`, which is also the end of the one before; returns that one, to be read later."""
-        mark = self._mark()
+        mark = marks.mark(self.device)
         if self.current is not None and self.current.end is None:
             self._end(mark)
         before, self.current = self.current, Pending(step, mark)
@@ -77,7 +69,7 @@ class Meter:
     def pause(self) -> None:
         """The current step ends here: until the next `start`, time and memory count for the round but for no step."""
         if self.current is not None:
-            self._end(self._mark())
+            self._end(marks.mark(self.device))
         memory.start_step(self.device)
 
     def settle(self, before: Optional[Pending]) -> None:
@@ -116,9 +108,7 @@ class Meter:
             begin, end = before.ready
             if self.device.type == "cuda":
                 end.synchronize()  # the next step is already queued behind this point
-                seconds = begin.elapsed_time(end) / 1e3
-            else:
-                seconds = end - begin
+            seconds = marks.seconds(begin, end)
             assert before.host is not None
             loss, norm, *more = before.host.tolist()
             self.slowest = max(self.slowest, seconds)

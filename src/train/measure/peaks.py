@@ -5,12 +5,16 @@ source prints tensor cores' sparse figure, the table holds half of it. GeForce c
 half rate, which is how training runs, so that rate is listed.
 """
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # torch is imported by `measure` alone
+from train.sweep.freeze import read_json, write_json
+
+if TYPE_CHECKING:  # torch is imported by what measures alone
     import torch
 
 
@@ -112,6 +116,29 @@ def measure(device: "torch.device", dtype: "torch.dtype") -> Peak:
         seconds.append(time.perf_counter() - start)
     flops = 2 * n**3 / statistics.median(seconds)
     return Peak(flops, "measured", f"{n} x {n} x {n} matmul, median of {len(seconds)}")
+
+
+def of_ranks(cache: Path, device: "torch.device", dtype: "torch.dtype", rank: int, world: int) -> Peak:
+    """`measure` on all ranks, the slowest one's; once per host and sweep, through `cache`, so that all points share one
+    denominator. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    stored = read_json(cache) or {"flops": 0.0, "source": ""}
+    if world > 1:  # every rank decides as rank 0 does
+        known = torch.tensor([stored["flops"]], dtype=torch.float64, device=device)
+        dist.broadcast(known, 0)
+        stored["flops"] = known.item()
+    if stored["flops"]:
+        return Peak(stored["flops"], "measured", stored["source"])
+    found = measure(device, dtype)
+    if world > 1:
+        value = torch.tensor([found.flops], dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        found = dataclasses.replace(found, flops=value.item())
+    if rank == 0 and cache.parent.is_dir():
+        write_json(cache, {"flops": found.flops, "source": found.source}, sync=False)
+    return found
 
 
 def _wait(device: "torch.device") -> None:

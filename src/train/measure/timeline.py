@@ -5,7 +5,6 @@ between them counts as busy, collectives of tp and fsdp inside a layer included.
 neighbour, sending, receiving.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from train.measure import marks
 from train.parallel.dims import Dims
 from train.parallel.stages import Action, Plan, idle
 
@@ -35,45 +35,35 @@ class Timeline:
     """Of one rank. `with step(): ... with action(...): ...`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._steps: deque[Step] = deque(maxlen=KEPT)
         self.align: Any = None  # a group whose ranks begin every step together, for a picture
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a schedule."""
         if self.align is not None:
             dist.barrier(group=self.align)
-        self._steps.append(Step(self._mark()))
+        self._steps.append(Step(marks.mark(self._device)))
         yield
-        self._steps[-1].end = self._mark()
+        self._steps[-1].end = marks.mark(self._device)
 
     @contextmanager
     def action(self, stage: int, micro_batch: int, kind: str) -> Iterator[None]:
         """Around what a stage computes for a micro-batch; inside `step`."""
-        begin = self._mark()
+        begin = marks.mark(self._device)
         yield
-        self._steps[-1].actions.append((Action(stage, micro_batch, kind), begin, self._mark()))
+        self._steps[-1].actions.append((Action(stage, micro_batch, kind), begin, marks.mark(self._device)))
 
     def read(self) -> list[tuple[float, list[tuple[Action, float, float]]]]:
         """Of every kept step: (its seconds, [(action, begin, end)] in seconds since it began). Waits for the device."""
-        if self._cuda:
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
         found = []
         for step in self._steps:
-            since = [(a, self._between(step.begin, b), self._between(step.begin, e)) for a, b, e in step.actions]
-            found.append((self._between(step.begin, step.end), since))
+            since = [(a, marks.seconds(step.begin, b), marks.seconds(step.begin, e)) for a, b, e in step.actions]
+            found.append((marks.seconds(step.begin, step.end), since))
         return found
-
-    def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3 if self._cuda else float(end - begin)
 
 
 def report(timeline: Timeline, plan: Plan, dims: Dims, group: Any) -> dict[str, Any] | None:

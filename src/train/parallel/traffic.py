@@ -1,6 +1,5 @@
 """Bytes that a rank sends in a step, and the time that its step waits for communication."""
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +7,8 @@ from typing import Any
 
 import torch
 
-Mark = Any  # a torch.cuda.Event, or seconds of the monotonic clock
+from train.measure import marks
+from train.measure.marks import Mark
 
 
 class Meter:
@@ -18,7 +18,7 @@ class Meter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._bytes: Counter[str] = Counter()  # of the step under way
         self._waits: list[tuple[str, Mark, Mark]] = []  # of the step under way
         self._pending: deque[list[tuple[str, Mark, Mark]]] = (
@@ -35,11 +35,7 @@ class Meter:
 
     def mark(self) -> Mark:
         """Now, on the clock of the compute stream."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return marks.mark(self._device)
 
     def exposed(self, collective: str, start: Mark, end: Mark) -> None:
         """Between the two marks compute waited for `collective`."""
@@ -76,8 +72,7 @@ class Meter:
         while self._pending and all(not self._cuda or end.query() for _, _, end in self._pending[0]):
             seconds: dict[str, float] = {}
             for collective, start, end in self._pending.popleft():
-                stretch = start.elapsed_time(end) / 1e3 if self._cuda else end - start
-                seconds[collective] = seconds.get(collective, 0.0) + stretch
+                seconds[collective] = seconds.get(collective, 0.0) + marks.seconds(start, end)
             self._last_exposed = seconds
             self._total += sum(seconds.values())
             self._steps += 1

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,26 +68,22 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-@dataclass
-class View:
-    """One sweep's progress. `statuses` lists the current status of every point of the command."""
+class LiveLines(ABC):
+    """Something that is drawn again and again below lines that stay; without a terminal, the lines alone. A context manager."""
 
-    statuses: Callable[[], list[str]] = list
     live: Optional[Live] = None
-    folder: Optional[Path] = None  # of the point that runs
-    began: float = 0.0  # monotonic, of the point
-    looked: float = 0.0
-    told: float = 0.0
-    took: list[float] = field(default_factory=list)  # seconds of the points that are done
-    left: int = 0  # points not started, without the running one
-    now: Optional[Progress] = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    refreshes: float = 4  # a second
+
+    @abstractmethod
+    def render(self) -> RenderableType:
+        """What is drawn."""
 
     def __enter__(self) -> Self:
         if live_terminal():
             self.live = Live(
-                console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=4, transient=True
-            )
+                console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=self.refreshes,
+                transient=True,
+            )  # fmt: skip
             self.live.start()
         return self
 
@@ -101,6 +98,21 @@ class View:
             self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             say(text)
+
+
+@dataclass
+class View(LiveLines):
+    """One sweep's progress. `statuses` lists the current status of every point of the command."""
+
+    statuses: Callable[[], list[str]] = list
+    folder: Optional[Path] = None  # of the point that runs
+    began: float = 0.0  # monotonic, of the point
+    looked: float = 0.0
+    told: float = 0.0
+    took: list[float] = field(default_factory=list)  # seconds of the points that are done
+    left: int = 0  # points not started, without the running one
+    now: Optional[Progress] = None
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     def update(self, progress: Progress) -> None:
         """The running point's state, from the supervisor's loop."""

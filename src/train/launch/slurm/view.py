@@ -3,51 +3,29 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Optional, Self
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from train.launch.tell import Unbreakable, say
-from train.sweep.progress import PLAIN_SECONDS, last_line, live_terminal
+from train.launch.tell import say
+from train.sweep.progress import PLAIN_SECONDS, LiveLines, last_line
 
 #: running points that are shown at once
 SHOWN = 8
 
 
-class View:
+class View(LiveLines):
     """Live on a terminal, a few lines every half minute elsewhere. `steps`: of every point, by folder name."""
+
+    refreshes = 2
 
     def __init__(self, sweep: Path, steps: Mapping[str, int]) -> None:
         self.sweep, self.steps = sweep, steps
-        self.live: Optional[Live] = None
         self.running: list[tuple[str, int, str]] = []  # folder, steps done, what is shown beside it
         self.census = ""
         self.told = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if live_terminal():
-            self.live = Live(
-                console=Console(file=Unbreakable()), get_renderable=self.render, refresh_per_second=2, transient=True
-            )
-            self.live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self.live is not None:
-            self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            say(text)
 
     def update(self, running: list[str], queued: int, ended: int) -> None:
         """The points that run now, by folder name, and how many wait and have ended."""
