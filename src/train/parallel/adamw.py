@@ -19,53 +19,58 @@ class Piece:
 
 
 class AdamW:
-    """torch's fused AdamW over pieces, with its state made at once so that it can be hashed or loaded before step 1."""
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over pieces, with its state made at once so that it can be hashed
+    or loaded before step 1.
+
+    One call of the operator under torch.optim.AdamW(fused=True) for the pieces that decay and one for the others, on lists
+    that are made once: the optimizer object would go through all pieces several times a step in Python.
+    """
 
     def __init__(self, pieces: Sequence[Piece], optim: config.Optim) -> None:
         self.pieces = [p for p in pieces if p.tensor.numel()]  # a rank may own nothing of a small parameter
         self.tensors = [p.tensor for p in self.pieces]
         self.tap: Callable[[list[Piece], Sequence[Tensor]], None] | None = None  # sees reduced gradients (train.replay)
-        groups = [
-            {"params": [p.tensor for p in self.pieces if p.decay], "weight_decay": optim.weight_decay},
-            {"params": [p.tensor for p in self.pieces if not p.decay], "weight_decay": 0.0},
-        ]
-        groups = [g for g in groups if g["params"]]
-        if not groups:
-            self.optimizer = None
+        self._optim = optim
+        if not self.pieces:
             return
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
-        )
-        for p in self.tensors:
-            step = torch.zeros((), dtype=torch.float32, device=p.device)  # the dtype that the fused kernels read
-            self.optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        # one counter a piece, as torch has it, in one tensor: fp32 is what the fused kernels read
+        self._steps = torch.zeros(len(self.pieces), dtype=torch.float32, device=self.tensors[0].device)
+        self._moments = {
+            "exp_avg": [torch.zeros_like(p) for p in self.tensors],
+            "exp_avg_sq": [torch.zeros_like(p) for p in self.tensors],
+            "step": list(self._steps),
+        }
+        self._place = {id(p): i for i, p in enumerate(self.pieces)}
+        everything = (self.tensors, *self._moments.values())
+        self._groups = []  # (which pieces, their lists for the operator, weight decay)
+        for decay in (True, False):
+            index = [i for i, p in enumerate(self.pieces) if p.decay == decay]
+            lists = [[tensors[i] for i in index] for tensors in everything]
+            self._groups.append((index, lists, optim.weight_decay if decay else 0.0))
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float) -> None:
+    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float | Tensor) -> None:
         """Update with grads * scale; `grads` (one for each of `tensors`, its shape and dtype) are overwritten.
 
-        `scale`: 0-dim, of the gradients' dtype, on their device.
+        `scale`: 0-dim, of the gradients' dtype, on their device. `lr`: a number, or 0-dim fp32 on the device.
         """
-        if self.optimizer is None:
+        if not self.pieces:
             return
         if self.tap is not None:
             self.tap(self.pieces, grads)
         torch._foreach_mul_(list(grads), scale)
-        for p, grad in zip(self.tensors, grads, strict=True):
-            p.grad = grad
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        for p in self.tensors:
-            p.grad = None
+        self._steps += 1
+        o = self._optim
+        for index, (weights, exp_avgs, exp_avg_sqs, steps), weight_decay in self._groups:
+            if index:
+                torch._fused_adamw_(
+                    weights, [grads[i] for i in index], exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=o.beta1,
+                    beta2=o.beta2, weight_decay=weight_decay, eps=o.eps, amsgrad=False, maximize=False,
+                )  # fmt: skip
 
     def state(self, piece: Piece, kind: str) -> Tensor:
         """`kind`: weight, exp_avg, exp_avg_sq or step."""
-        if kind == "weight":
-            return piece.tensor
-        assert self.optimizer is not None
-        tensor: Tensor = self.optimizer.state[piece.tensor][kind]
-        return tensor
+        return piece.tensor if kind == "weight" else self._moments[kind][self._place[id(piece)]]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """(name.kind, live tensor) of all pieces."""
