@@ -129,6 +129,8 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
+    # one rank's whole optimizer step as one CUDA graph; null: not unless it is asked for
+    cuda_graph: Optional[bool] = None
 
 
 @dataclass

@@ -92,9 +92,9 @@ class HostOptimizer(AdamW):
         for weight, master in zip(self._weights, self.tensors, strict=bool(self._weights)):
             self._engine.to_device(weight, master)
 
-    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float) -> None:
+    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float | Tensor) -> None:
         """Hand over all gradients at once, on any device and in any dtype; the update goes on after this returns."""
-        update = (float(scale), lr)
+        update = (float(scale), float(lr))
         for index, grad in enumerate(grads):
             self.deliver(index, grad, update)
 

@@ -20,15 +20,16 @@ class SignSGD(AdamW):
         self._weight_decay = optim.weight_decay
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float) -> None:
+    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float | Tensor) -> None:
         """As AdamW's."""
+        rate = float(lr)
         torch._foreach_mul_(list(grads), scale)
         if self.tap is not None:
             self.tap(self.pieces, grads)
         if self._decayed:
-            torch._foreach_mul_(self._decayed, 1 - lr * self._weight_decay)
+            torch._foreach_mul_(self._decayed, 1 - rate * self._weight_decay)
         if self.tensors:
-            torch._foreach_add_(self.tensors, torch._foreach_sign(list(grads)), alpha=-lr)
+            torch._foreach_add_(self.tensors, torch._foreach_sign(list(grads)), alpha=-rate)
 
     def state(self, piece: Piece, kind: str) -> Tensor:
         """`kind`: weight alone. Raises KeyError for the moments that there are none of."""

@@ -61,7 +61,7 @@ class StreamedAdamW(AdamW):
         self._moments = {id(p): moments for c in self._chunks for p, moments in zip(c.pieces, c.rest, strict=True)}
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float) -> None:
+    def step(self, grads: Sequence[Tensor], scale: Tensor, lr: float | Tensor) -> None:
         if not grads:
             return
         torch._foreach_mul_(list(grads), scale)
@@ -131,7 +131,7 @@ class _Chunk:
     def _copy(self, piece: Piece, moment: Tensor) -> Tensor:
         return moment.to(piece.tensor.device, piece.tensor.dtype, copy=True)
 
-    def update(self, grads: Sequence[Tensor], lr: float) -> None:
+    def update(self, grads: Sequence[Tensor], lr: float | Tensor) -> None:
         self.fetch()
         if self._to_host and (following := self._ring.after(self)) is not None:
             following.fetch()
@@ -148,7 +148,7 @@ class _Chunk:
         self._return(here, wide)
 
     def _adamw(
-        self, mine: list[int], grads: Sequence[Tensor], wide: list[list[Tensor]], lr: float, weight_decay: float
+        self, mine: list[int], grads: Sequence[Tensor], wide: list[list[Tensor]], lr: float | Tensor, decay: float
     ) -> None:
         o = self._optim
         adamw(
@@ -163,7 +163,7 @@ class _Chunk:
             beta1=o.beta1,
             beta2=o.beta2,
             lr=lr,
-            weight_decay=weight_decay,
+            weight_decay=decay,
             eps=o.eps,
             maximize=False,
         )

@@ -35,13 +35,13 @@ class AdamW:
             return
         # one counter a piece, as torch has it, in one tensor: fp32 is what the fused kernels read
         self._steps = torch.zeros(len(self.pieces), dtype=torch.float32, device=self.tensors[0].device)
-        self._moments = {
+        self._kinds = {
             "exp_avg": [torch.zeros_like(p) for p in self.tensors],
             "exp_avg_sq": [torch.zeros_like(p) for p in self.tensors],
             "step": list(self._steps),
         }
         self._place = {id(p): i for i, p in enumerate(self.pieces)}
-        everything = (self.tensors, *self._moments.values())
+        everything = (self.tensors, *self._kinds.values())
         self._groups = []  # (which pieces, their lists for the operator, weight decay)
         for decay in (True, False):
             index = [i for i, p in enumerate(self.pieces) if p.decay == decay]
@@ -70,7 +70,7 @@ class AdamW:
 
     def state(self, piece: Piece, kind: str) -> Tensor:
         """`kind`: weight, exp_avg, exp_avg_sq or step."""
-        return piece.tensor if kind == "weight" else self._moments[kind][self._place[id(piece)]]
+        return piece.tensor if kind == "weight" else self._kinds[kind][self._place[id(piece)]]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """(name.kind, live tensor) of all pieces."""

@@ -34,8 +34,10 @@ class DataParallel(ABC):
         self._next_lr = lr
 
     @abstractmethod
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         """Reduce, clip, update, hand weights back; gradients are cleared. No host synchronisation on a GPU.
+
+        `lr`: a number; where a step is captured (parallel/graph.py) 0-dim fp32 on the device.
 
         Returns the norm of the averaged gradient before clipping: 0-dim, on the device, in the masters' dtype.
         """

@@ -109,7 +109,7 @@ class Fsdp(DataParallel):
         yield
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         grads = []
         for (_, p), piece in zip(self._named, self._pieces, strict=True):
             grad = p.grad

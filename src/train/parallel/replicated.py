@@ -108,13 +108,13 @@ class Replicated(DataParallel):
                 sent = now
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         for _, p in self._named if not self._offloaded or self._after else ():
             if p.grad is None:  # no gradient is a zero gradient: moments and weights decay as in the other reductions
                 p.grad = torch.zeros_like(p)
         self._reduce_in_buckets()
         if self._offloaded:
-            return self._offloaded_step(lr)
+            return self._offloaded_step(float(lr))
         norm = self._norm([p.grad for _, p in self._named if p.grad is not None]) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
@@ -181,7 +181,7 @@ class _Update:
                 p.grad = None
         self.owner.complete(update)
 
-    def run(self, scale: Tensor, lr: float) -> None:
+    def run(self, scale: Tensor, lr: float | Tensor) -> None:
         grads: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
         for p in self.parameters:
             p.grad = None

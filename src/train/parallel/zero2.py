@@ -106,7 +106,7 @@ class Zero2(DataParallel):
             bucket.grad.add_(copy)
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         self._gather.finish()  # of a block that this step's forward left out
         for bucket, work, received in self._queue:
             self._lane.redeem([work], self._collective)
@@ -175,7 +175,7 @@ class _Update:
         pieces = [piece for bucket in buckets for piece in self.pieces[bucket]]
         self.owner = optimizers.make(pieces, [b.own[low:high] for b in buckets for _, low, high in b.owned()])
 
-    def run(self, scale: Tensor, lr: float) -> None:
+    def run(self, scale: Tensor, lr: float | Tensor) -> None:
         grads = [grad for bucket in self.buckets for grad in bucket.grad_pieces()]
         self.owner.step(grads, scale.to(self.buckets[0].master.dtype), lr)
         for bucket in self.buckets:

@@ -19,7 +19,7 @@ from train.launch import environment
 from train.memory import rules as memory_rules
 from train.model import moe_rules
 from train.names import nearest
-from train.parallel import mesh, stages
+from train.parallel import graph_rules, mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -242,6 +242,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         memory_rules.combination(cfg, nproc)
         moe_rules.combination(cfg)
+        graph_rules.combination(cfg, nproc)
         if cfg.round.name != "none" and cfg.steps % cfg.round.inner_steps:
             raise ConfigError("steps", cfg.steps, f"must be a multiple of round.inner_steps={cfg.round.inner_steps}")
         if cfg.replay and cfg.checkpoint.every is not None:
