@@ -29,11 +29,13 @@ class Setting:
     micro_batch: int
     seq_len: int = 2048
     recompute: str = "none"  # as torchtitan and memory.recompute call it
+    graph: bool = False  # ours: the whole step as one CUDA graph
 
     def ours(self) -> list[str]:
         memory = {"none": "none", "full": "full_recompute", "selective": "selective"}[self.recompute]
         return ["model=dense_1b", "data=fake", "nproc=1", "compile=layer", f"seq_len={self.seq_len}",
-                f"micro_batch={self.micro_batch}", f"memory={memory}"]  # fmt: skip
+                f"micro_batch={self.micro_batch}", f"memory={memory}",
+                *(["compile.cuda_graph=true"] if self.graph else [])]  # fmt: skip
 
     def peer(self) -> list[str]:
         return ["torchtitan_dense.py", "dense_1b", str(self.seq_len), str(self.micro_batch), self.recompute, "1"]
@@ -41,6 +43,7 @@ class Setting:
 
 SETTINGS = {
     **{f"mb{n}": Setting(n) for n in (16, 8, 4, 2, 1)},
+    **{f"graph{n}": Setting(n, graph=True) for n in (16, 8, 4, 2, 1)},
     "full16": Setting(16, recompute="full"),
     "selective16": Setting(16, recompute="selective"),
     "seq8192": Setting(4, seq_len=8192),

@@ -9,15 +9,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
+from train.garbage import Garbage
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
 from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
@@ -27,7 +29,7 @@ from train.measure.trace import Trace
 from train.memory import levers
 from train.model import attention, qualified
 from train.model.transformer import Transformer
-from train.parallel import async_tp, balance, context, expert, pipeline, tensor
+from train.parallel import async_tp, balance, context, expert, graph, pipeline, tensor
 from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import DATA, Dims
 from train.parallel.round import Islands, Round
@@ -52,6 +54,9 @@ class Rank:
         self.pipelined: dict[str, Any] | None = None  # what came of it
         self.fabric: dict[str, Any] | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
+        self.graphed: graph.GraphedStep | None = None
+        self.garbage: Garbage | None = None
+        self.data_s = 0.0  # seconds that a step's rows took
 
     # ---- build -------------------------------------------------------------------------------------------------------
 
@@ -181,12 +186,25 @@ class Rank:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
         assert self.cfg.grad_accum is not None
         start = (self.dims.index(*DATA) * self.cfg.grad_accum + index) * self.cfg.micro_batch
-        return self.source.batch(step, start, self.cfg.micro_batch).to(self.device, non_blocking=True)
+        rows = self.source.batch(step, start, self.cfg.micro_batch)
+        if self.device.type == "cuda" and not rows.is_cuda:
+            rows = rows.pin_memory()  # out of pageable memory a copy may wait for all that was launched before
+        return rows.to(self.device, non_blocking=True)
+
+    def micro_batches(self, step: int) -> Iterator[torch.Tensor]:
+        """All of a step's, each made when it is asked for; the seconds that this takes add up in `data_s`."""
+        assert self.cfg.grad_accum is not None
+        self.data_s = 0.0
+        for index in range(self.cfg.grad_accum):
+            t = time.perf_counter()
+            rows = self.rows(step, index)
+            self.data_s += time.perf_counter() - t
+            yield rows
 
     def lr(self, step: int) -> float:
-        """Linear warm-up over warmup_steps, constant after."""
+        """Linear warm-up over warmup_steps, constant after; of fp32's precision, in which a captured step reads it."""
         o = self.cfg.optim
-        return o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr
+        return float(np.float32(o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr))
 
     def probe_fabric(self) -> None:
         """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
@@ -197,37 +215,35 @@ class Rank:
             self.mark("fabric")
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
-        accum = self.cfg.grad_accum
-        assert accum is not None
-        total: torch.Tensor | None = None
-        data_s = 0.0
+        """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data). The tensors are valid until the
+        next step."""
         self.dp.announce(self.lr(step))
-        if self.pipeline is not None:
-            t = time.perf_counter()
-            rows = torch.cat([self.rows(step, index) for index in range(accum)])
-            data_s = time.perf_counter() - t
-            loss = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
-            return loss, self.update(step), data_s
-        for index in range(accum):
-            t = time.perf_counter()
-            rows = self.rows(step, index)
-            data_s += time.perf_counter() - t
-            with self.dp.micro_step(index, accum):
-                tokens, targets = (self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:]))
-                loss = self.dp.module(tokens, targets)
-                (loss / accum).backward()
-            part = loss.detach() / accum
-            total = part if total is None else total + part
-        assert total is not None
-        return total, self.update(step), data_s
+        run = self.compute if self.graphed is None else self.graphed
+        loss, norm, *load = run(self.micro_batches(step), self.lr(step))
+        self.load = load[0] if load else None
+        return loss, norm, self.data_s
 
-    def update(self, step: int) -> torch.Tensor:
-        """What follows the last backward of a step; the gradient norm."""
+    def compute(self, micro_batches: Iterable[torch.Tensor], lr: float | torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Forward, backward and update: (mean loss of this rank, gradient norm), and with experts their imbalance. On a GPU
+        the host only launches; where a step is captured this runs once for all of them."""
+        accum = self.cfg.grad_accum
+        total: torch.Tensor | None = None
+        if self.pipeline is not None:
+            rows = torch.cat(list(micro_batches))
+            total = self.pipeline.step(*(self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:])))
+        else:
+            assert accum is not None
+            for index, rows in enumerate(micro_batches):
+                with self.dp.micro_step(index, accum):
+                    tokens, targets = (self.dims.rows_of_sequence(part) for part in (rows[:, :-1], rows[:, 1:]))
+                    loss = self.dp.module(tokens, targets)
+                    (loss / accum).backward()
+                part = loss.detach() / accum
+                total = part if total is None else total + part
+        assert total is not None
         self.breakdown.backward_done()
-        norm = self.dp.step(self.lr(step))
-        self.load = self.balance.step() if self.balance is not None else None
-        return norm
+        norm = self.dp.step(lr)
+        return (total, norm) if self.balance is None else (total, norm, self.balance.step())
 
     def broken(self) -> Any:
         """The module that a fault breaks."""
@@ -235,7 +251,7 @@ class Rank:
 
     def after_step(self, step: int, meter: Meter | None = None) -> None:
         """What follows a step and is not timed as part of it: end of a round, hashes, a checkpoint."""
-        named = (("round", self.rounds), ("replay", self.replay), ("checkpoint", self.checkpoints))
+        named = (("round", self.rounds), ("replay", self.replay), ("checkpoint", self.checkpoints), ("garbage", self.garbage))
         due = [(phase, it) for phase, it in named if it is not None and it.due(step)]
         if due and meter is not None:
             meter.pause()
@@ -255,6 +271,11 @@ class Rank:
         )
         self.seed_generators()
         first = self.checkpoints.restore()
+        if self.cfg.compile.cuda_graph:
+            assert self.cfg.grad_accum is not None
+            shape = (self.cfg.micro_batch, self.cfg.seq_len + 1)
+            self.graphed = graph.GraphedStep(self.compute, self.cfg.grad_accum, shape, self.device)
+        self.garbage = Garbage(first)
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
             before = meter.start(step)
@@ -263,6 +284,7 @@ class Rank:
                 self.pipeline.timeline.align = self.dims.group("pp") if step in self.trace.steps else None
             with self.faults.at(step, self.broken()), self.breakdown.at(step):
                 loss, norm, data_s = self.train_step(step)
+            meter.floor = self.graphed.peak if self.graphed is not None else 0.0
             meter.results(loss, norm, data_s, self.load)
             if self.checkpoints.due(step):
                 meter.settle(before)
@@ -272,6 +294,8 @@ class Rank:
             if step == first:
                 self.mark("compile")
         meter.finish(meter.start(self.cfg.steps), last=True)
+        self.garbage.stop()
+        self.garbage = None
         self.mark("train")
 
     def again(self, name: str) -> None:
@@ -393,6 +417,8 @@ class Rank:
         self.mark("start")
         if not fresh:
             self.probe_fabric()
+        if self.cfg.compile.cuda_graph:
+            graph.use_stream(self.device)
         self.build()
         meter = self.make_meter()
         self.mark("build")

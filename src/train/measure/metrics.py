@@ -54,6 +54,8 @@ class Meter:
     slowest: float = 0.0
     step_peak: float = 0.0
     round_peak: float = 0.0
+    floor: float = 0.0  # GiB that a captured step takes: its replays allocate nothing that could be seen
+    buffers: list[torch.Tensor] = field(default_factory=list)  # on the host, pinned: of this step and the one before
     last: dict[str, float] = field(default_factory=dict)
 
     def start(self, step: int) -> Optional[Pending]:
@@ -83,7 +85,7 @@ class Meter:
         step = self.current
         assert step is not None
         step.end, step.ready = mark, (step.mark, mark)
-        step.peak = memory.peak(self.device)
+        step.peak = max(self.floor, memory.peak(self.device))
         self.step_peak = max(self.step_peak, step.peak)
         self.round_peak = max(self.round_peak, step.peak)
 
@@ -97,7 +99,9 @@ class Meter:
         if more is not None:
             values = torch.cat((values, more.detach().double()))
         if self.device.type == "cuda":
-            self.current.host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self.buffers = self.buffers or [torch.empty_like(values, device="cpu", pin_memory=True) for _ in range(2)]
+            self.buffers.reverse()  # the other one may not have been read yet
+            self.current.host = self.buffers[0]
             self.current.host.copy_(values, non_blocking=True)
         else:
             self.current.host = values

@@ -1,0 +1,248 @@
+"""compile.cuda_graph: what it goes with, that a step reads nothing on the host, and that replayed steps are the eager ones."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from analysis import kernels
+from tests.helpers import environment, metrics, points, train
+from tests.parallel import cases, one_rank
+from tests.parallel.one_rank import MOE, built, configuration
+from train import config
+from train.parallel.graph import GraphedStep
+from train.parallel.graph_rules import WARMUP
+from train.sweep import validate
+
+REDUCTIONS = ("ddp", "zero2", "zero2o", "zero2rs")  # that one rank can capture
+
+
+# ---- what it goes with -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"device": "cpu"}, "device=cpu has no CUDA graphs"),
+        ({"nproc": 2}, "set nproc=1"),
+        ({"reduction__name": "fsdp"}, "set reduction=ddp"),
+        ({"memory__activation_offload": True}, "memory.activation_offload=true"),
+        ({"memory__optimizer_offload": "optimizer"}, "memory.optimizer_offload=optimizer"),
+        ({"optim__name": "sign_sgd"}, "set optim=adamw"),
+        ({"replay": True}, "replay=true hashes"),
+        ({"fault": "nan@0:3"}, "fault=nan@0:3 strikes"),
+        ({"model": MOE, "precision__name": "fp32"}, "unless precision=bf16, here fp32"),
+        ({"steps": WARMUP}, "set steps=4 or more"),
+        ({"steps": WARMUP + 2, "profile": True}, "set steps=6 or more"),
+    ],
+)
+def test_refused_in_one_line(keys: dict[str, Any], line: str) -> None:
+    cfg = configuration("cuda", **keys)
+    assert cfg.nproc is not None
+    cfg.parallelism, cfg.global_batch = config.Parallelism("data"), None
+    assert validate.combination(cfg, cfg.nproc) is None
+    cfg.compile.cuda_graph = True
+    found = validate.combination(cfg, cfg.nproc)
+    assert found is not None and found.startswith("compile.cuda_graph=true: ") and line in found and "\n" not in found
+
+
+# ---- what a step asks of the host ------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+#: operators that wait for the device to tell the host a value or a size, and those that bring the host's data to the device
+HOST = {
+    aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
+    aten.bincount, aten.unique_consecutive, aten.lift_fresh, aten.lift,
+}  # fmt: skip
+
+
+class NoHost(TorchDispatchMode):
+    """Raises for an operator that a capture could not record."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = [t for t in (args[1] if func is aten.index.Tensor else ()) if t is not None and t.dtype == torch.bool]
+        if func.overloadpacket in HOST or masks:
+            raise AssertionError(f"{func} needs the host")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1.0, 2.0]) + 1,
+        lambda x: x.sum().tolist(),
+        lambda x: bool(x.sum() > 0),
+    ],
+)
+def test_the_watch_sees_the_host(read: Any) -> None:
+    with pytest.raises(AssertionError, match="needs the host"), NoHost():
+        read(torch.ones(2))
+
+
+LEVERS: list[dict[str, Any]] = [
+    {},
+    {"grad_accum": 2, "optim__clip_norm": None},
+    {"memory__recompute": "full", "memory__lm_head_chunk": 7},
+    {"memory__recompute": "selective", "model__tied": True},
+    {"optim__state_dtype": "bf16", "precision__name": "bf16", "optim__grad_dtype": "fp32"},
+    {"model__rope_cache": False, "model__qk_norm": True},
+]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("keys", LEVERS, ids=[" ".join(k) or "plain" for k in LEVERS])
+def test_a_step_needs_nothing_of_the_host(tmp_path: Path, reduction: str, keys: dict[str, Any]) -> None:
+    if reduction != "ddp" and keys is not LEVERS[0]:
+        pytest.skip("one rank's reductions are the same object: every lever once")
+    if "optim__grad_dtype" in keys and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch ties a gradient's dtype to its weight's")
+    cfg = configuration(reduction__name=reduction, **keys)
+    with built(tmp_path / "point", cfg) as rank:
+        rank.train_step(0)
+        rows = list(rank.micro_batches(1))
+        with NoHost():
+            loss, norm = rank.compute(rows, torch.tensor(1e-2))
+        assert float(loss) > 0 and float(norm) > 0
+
+
+def test_steps_before_the_capture_are_the_plain_ones(tmp_path: Path) -> None:
+    """With the same bits, though rows and learning rate come from tensors that are filled."""
+    cfg = configuration(grad_accum=2, optim__warmup_steps=7)
+    found = []
+    for graphed in (False, True):
+        with built(tmp_path / str(graphed), cfg) as rank:
+            if graphed:
+                rank.graphed = GraphedStep(rank.compute, 2, (2, 17), rank.device)
+            steps = [[t.item() for t in rank.train_step(step)[:2]] for step in range(WARMUP)]
+            found.append((steps, {name: t.clone() for name, t in rank.dp.state_dict().items()}))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+CAPTURED: list[dict[str, Any]] = [
+    {},
+    {"optim__clip_norm": 0.05},
+    {"optim__clip_norm": None, "grad_accum": 2},
+    {"compile__name": "layer"},
+    {"compile__name": "layer", "grad_accum": 2, "optim__clip_norm": 0.05},
+    {"memory__recompute": "full", "memory__lm_head_chunk": 7},
+    {"compile__name": "layer", "memory__recompute": "full"},
+    {"optim__state_dtype": "bf16"},
+    {"precision__name": "fp64"},
+    {"model": MOE},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", CAPTURED, ids=[" ".join(f"{k}={v}"[:30] for k, v in each.items()) for each in CAPTURED])
+def test_replayed_steps_are_the_eager_ones(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Loss, norm, masters and moments over 20 steps, bit for bit, while the learning rate warms up; no more memory."""
+    runs = []
+    for graphed in (None, True):
+        cfg = configuration("cuda", optim__warmup_steps=12, compile__cuda_graph=graphed, **keys)
+        runs.append(one_rank.train(tmp_path / str(graphed), cfg))
+    (eager, eager_state), (replayed, replayed_state) = runs
+    assert len(eager) == len(replayed) == 20
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in eager] == [line[key] for line in replayed]
+    assert_same(eager_state, replayed_state)
+    assert len({line["loss"] for line in replayed}) == 20  # every step has rows and weights of its own
+    static = 2**20 / 2**30  # rows and learning rate, rounded up to the allocator's smallest segment
+    assert replayed[-1]["perf/peak_memory"] <= eager[-1]["perf/peak_memory"] + static
+
+
+@pytest.mark.gpu
+def test_warm_up_of_the_learning_rate_is_followed(tmp_path: Path) -> None:
+    """In replayed steps too: with another schedule the weights differ."""
+    ends = []
+    for warmup_steps in (0, 18):
+        cfg = configuration("cuda", compile__cuda_graph=True, optim__warmup_steps=warmup_steps)
+        ends.append(one_rank.train(tmp_path / str(warmup_steps), cfg)[1])
+    assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0] if name.endswith(".weight"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphed", (None, True))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_host_never_waits(tmp_path: Path, reduction: str, graphed: bool | None) -> None:
+    cfg = configuration("cuda", compile__cuda_graph=graphed, reduction__name=reduction)
+    with built(tmp_path / "point", cfg) as rank:
+        meter = rank.make_meter()
+        if graphed:
+            rank.graphed = GraphedStep(rank.compute, 1, (2, 17), rank.device)
+        for step in range(WARMUP + 2):  # random rows are made in the first ones
+            rank.train_step(step)
+        before = meter.start(WARMUP + 2)
+        assert before is None
+        for step in range(WARMUP + 2, WARMUP + 8):
+            with cases.no_host_synchronisation(rank.device):
+                loss, norm, data_s = rank.train_step(step)
+                meter.results(loss, norm, data_s)
+                before = meter.start(step + 1)
+            meter.finish(before, last=False)
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_is_one_line() -> None:
+    """In a process of its own: a broken capture may leave the device's context behind in any state."""
+    code = """
+import torch
+from train.config import ConfigError
+from train.parallel import graph
+device = torch.device("cuda", 0)
+graph.use_stream(device)
+step = graph.GraphedStep(lambda rows, lr: (rows[0].sum() * lr.item(),), 1, (2, 3), device)
+try:
+    for _ in range(5):
+        step([torch.ones(2, 3, dtype=torch.int64)], 1.0)
+except ConfigError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("compile.cuda_graph=true: this step can't be captured ("), done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_replayed_steps(tmp_path: Path) -> None:
+    """Written while the graph lives, and gone on from with another graph: the eager run's losses and weights."""
+    eager = one_rank.train(tmp_path / "eager", configuration("cuda", steps=24))
+    for steps in (16, 24):
+        cfg = configuration("cuda", steps=steps, compile__cuda_graph=True, checkpoint__every=8)
+        lines, state = one_rank.train(tmp_path / "graph", cfg)
+    assert [line["step"] for line in lines] == list(range(24))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in eager[0]]
+    assert_same(eager[1], state)
+
+
+@pytest.mark.gpu
+def test_the_command_on_text_with_a_trace(tmp_path: Path) -> None:
+    """Rows from the host, and a trace of replayed steps that shows their kernels."""
+    common = [
+        "model=debug", "nproc=1", "data=text", "attention=math", "seq_len=64", "micro_batch=2", "grad_accum=2", "steps=12",
+        "optim.warmup_steps=6", "fabric=false", "profile=true",
+    ]  # fmt: skip
+    losses, traced = [], []
+    for name, more in (("eager", []), ("graph", ["compile.cuda_graph=true"])):
+        done = train(*common, *more, f"name={name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        point = next(iter(points(tmp_path / "outputs" / name).values()))
+        losses.append([line["loss"] for line in metrics(point)])
+        traced.append(kernels.breakdown(kernels.read(point / "traces" / "rank0.json.gz")))
+    assert losses[0] == losses[1]
+    assert traced[1]["matmul"] == pytest.approx(traced[0]["matmul"], rel=0.5)  # the same work, by its kernels' own time
