@@ -42,7 +42,13 @@ def one(steps: int) -> list[float]:
         point = Path(folder, "point")
         point.mkdir()
         (point / "config.yaml").write_text(yaml.safe_dump(config.to_dict(cfg)))
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MFU_SWEEP_CORES": "1"}
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MFU_SWEEP_CORES": "1",
+        }
         rank = Rank(point, Path(folder))
         rank.set_device()
         rank.build()
@@ -89,7 +95,9 @@ def main() -> None:
         print(f"{name}: {statistics.median(values):.0f} µs of CPU a step ({min(values):.0f} to {max(values):.0f})")
     if args.before:
         print(f"here / before: {statistics.median(found['here']) / statistics.median(found['before']):.3f}")
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps each")
+    print(
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps each"
+    )
 
 
 if __name__ == "__main__":

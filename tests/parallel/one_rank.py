@@ -24,7 +24,7 @@ ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_S
 
 
 def configuration(device: str = "cpu", /, **keys: Any) -> config.Train:
-    """A resolved point of one rank on `device`. `keys`: of config.Train, or dotted ones with __ for the dot (optim__clip_norm)."""
+    """A resolved point of one rank on `device`. `keys`: of config.Train, with __ for the dot of a group's (optim__clip_norm)."""
     cfg = config.Train(
         model=dataclasses.replace(DENSE), data=config.Data("fake"), parallelism=config.Parallelism("data", 1, 1, 1),
         reduction=config.Reduction("zero2"), memory=config.Memory("none"), compile=config.Compile("none"),

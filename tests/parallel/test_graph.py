@@ -149,7 +149,9 @@ CAPTURED: list[dict[str, Any]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keys", CAPTURED, ids=[" ".join(f"{k}={v}"[:30] for k, v in each.items()) for each in CAPTURED])
+@pytest.mark.parametrize(
+    "keys", CAPTURED, ids=[" ".join(f"{k}={v}"[:30] for k, v in each.items()) for each in CAPTURED]
+)
 def test_replayed_steps_are_the_eager_ones(tmp_path: Path, keys: dict[str, Any]) -> None:
     """Loss, norm, masters and moments over 20 steps, bit for bit, while the learning rate warms up; no more memory."""
     runs = []
