@@ -1,6 +1,7 @@
 """The real rank in this process: a small model on one device, and what came of its steps."""
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_S
 
 
 def configuration(device: str = "cpu", /, **keys: Any) -> config.Train:
-    """A resolved point of one rank on `device`. `keys`: of config.Train, with __ for the dot of a group's (optim__clip_norm)."""
+    """A resolved point of one rank on `device`. `keys`: of config.Train, a group's with __ for the dot (optim__clip_norm)."""
     cfg = config.Train(
         model=dataclasses.replace(DENSE), data=config.Data("fake"), parallelism=config.Parallelism("data", 1, 1, 1),
         reduction=config.Reduction("zero2"), memory=config.Memory("none"), compile=config.Compile("none"),
@@ -50,6 +51,7 @@ def built(point: Path, cfg: config.Train) -> Iterator[Rank]:
     """The rank, ready to train in a folder that may have its checkpoints; afterwards this thread computes on the default
     stream again."""
     point.mkdir(exist_ok=True)
+    _clean(cfg.device)
     (point / "config.yaml").write_text(yaml.safe_dump(config.to_dict(cfg)))
     with mock.patch.dict("os.environ", ENVIRONMENT):
         rank = Rank(point, point)
@@ -63,9 +65,20 @@ def built(point: Path, cfg: config.Train) -> Iterator[Rank]:
             rank.dp.close()
         finally:
             torch.set_num_threads(threads)
+            gc.unfreeze()  # where it raised between Garbage and its end
+            gc.enable()
             if cfg.device == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def _clean(device: str) -> None:
+    """Nothing of an earlier run: compiled code has limits a process, and memory is compared, workspaces of streams included."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def train(point: Path, cfg: config.Train) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

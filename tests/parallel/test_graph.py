@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,13 +63,27 @@ HOST = {
 
 
 class NoHost(TorchDispatchMode):
-    """Raises for an operator that a capture could not record."""
+    """Raises for an operator that a capture could not record, and for what reads a CPU's tensor without any."""
+
+    def __enter__(self) -> Any:
+        self._undo = ExitStack()
+        for name in ("tolist", "numpy", "cpu", "pin_memory"):
+            self._undo.enter_context(mock.patch.object(torch.Tensor, name, _refuse))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masks = [t for t in (args[1] if func is aten.index.Tensor else ()) if t is not None and t.dtype == torch.bool]
         if func.overloadpacket in HOST or masks:
             raise AssertionError(f"{func} needs the host")
         return func(*args, **(kwargs or {}))
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("it needs the host")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +103,6 @@ def test_the_watch_sees_the_host(read: Any) -> None:
 
 
 LEVERS: list[dict[str, Any]] = [
-    {},
     {"grad_accum": 2, "optim__clip_norm": None},
     {"memory__recompute": "full", "memory__lm_head_chunk": 7},
     {"memory__recompute": "selective", "model__tied": True},
@@ -96,19 +111,16 @@ LEVERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("keys", LEVERS, ids=[" ".join(k) or "plain" for k in LEVERS])
+@pytest.mark.parametrize(("reduction", "keys"), [*((r, {}) for r in REDUCTIONS), *(("zero2", keys) for keys in LEVERS)])
 def test_a_step_needs_nothing_of_the_host(tmp_path: Path, reduction: str, keys: dict[str, Any]) -> None:
-    if reduction != "ddp" and keys is not LEVERS[0]:
-        pytest.skip("one rank's reductions are the same object: every lever once")
     if "optim__grad_dtype" in keys and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch ties a gradient's dtype to its weight's")
     cfg = configuration(reduction__name=reduction, **keys)
     with built(tmp_path / "point", cfg) as rank:
         rank.train_step(0)
-        rows = list(rank.micro_batches(1))
+        rows, lr = list(rank.micro_batches(1)), torch.tensor(1e-2)
         with NoHost():
-            loss, norm = rank.compute(rows, torch.tensor(1e-2))
+            loss, norm = rank.compute(rows, lr)
         assert float(loss) > 0 and float(norm) > 0
 
 
@@ -153,7 +165,7 @@ CAPTURED: list[dict[str, Any]] = [
     "keys", CAPTURED, ids=[" ".join(f"{k}={v}"[:30] for k, v in each.items()) for each in CAPTURED]
 )
 def test_replayed_steps_are_the_eager_ones(tmp_path: Path, keys: dict[str, Any]) -> None:
-    """Loss, norm, masters and moments over 20 steps, bit for bit, while the learning rate warms up; no more memory."""
+    """Loss, norm, masters and moments over 20 steps, bit for bit, while the learning rate warms up."""
     runs = []
     for graphed in (None, True):
         cfg = configuration("cuda", optim__warmup_steps=12, compile__cuda_graph=graphed, **keys)
@@ -164,8 +176,21 @@ def test_replayed_steps_are_the_eager_ones(tmp_path: Path, keys: dict[str, Any])
         assert [line[key] for line in eager] == [line[key] for line in replayed]
     assert_same(eager_state, replayed_state)
     assert len({line["loss"] for line in replayed}) == 20  # every step has rows and weights of its own
-    static = 2**20 / 2**30  # rows and learning rate, rounded up to the allocator's smallest segment
-    assert replayed[-1]["perf/peak_memory"] <= eager[-1]["perf/peak_memory"] + static
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("none", "layer"))
+def test_memory_is_not_above(tmp_path: Path, name: str) -> None:
+    """What a replayed step is said to take is what its capture took: the eager step's peak, within its rows (1 MiB)."""
+    model = config.Model("wide", dim=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab=8192)
+    eager, replayed = (
+        one_rank.train(
+            tmp_path / str(graphed),
+            configuration("cuda", model=model, seq_len=512, compile__name=name, compile__cuda_graph=graphed),
+        )[0][-1]["perf/peak_memory"]
+        for graphed in (None, True)
+    )
+    assert 0.1 < replayed <= eager + 2**-10
 
 
 @pytest.mark.gpu
@@ -247,4 +272,4 @@ def test_the_command_on_text_with_a_trace(tmp_path: Path) -> None:
         losses.append([line["loss"] for line in metrics(point)])
         traced.append(kernels.breakdown(kernels.read(point / "traces" / "rank0.json.gz")))
     assert losses[0] == losses[1]
-    assert traced[1]["matmul"] == pytest.approx(traced[0]["matmul"], rel=0.5)  # the same work, by its kernels' own time
+    assert 0.5 < traced[1]["matmul"] / traced[0]["matmul"] < 2  # the same work, by its kernels' own time
