@@ -138,8 +138,7 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
-    # one rank's whole optimizer step as one CUDA graph; null: not unless it is asked for
-    cuda_graph: Optional[bool] = None
+    cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, until it is known where it pays
 
 
 @dataclass
