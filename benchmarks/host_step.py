@@ -3,8 +3,9 @@
     python -m benchmarks.host_step                              # this checkout
     python -m benchmarks.host_step --before ../other/checkout   # another one beside it, in turn
 
-A step's figure is the CPU time of its process, not the wall's, so that other work on the machine adds little; a run's is the
-median of its steps, a checkout's the median of its runs. One thread, eager, one rank.
+A step's figure is the CPU time of its process, not the wall's; a run's is its shortest step, since other work on the machine
+makes steps longer (shared caches and cores) and never shorter; a checkout's is the median of its runs. One thread, eager, one
+rank. The optimizer's share is measured inside the same steps.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = 20  # steps at the start
 
 
-def one(steps: int) -> list[float]:
-    """CPU seconds of each step of one run, in this process."""
+def one(steps: int) -> dict[str, list[float]]:
+    """CPU seconds of each step of one run, and of the optimizer in it, in this process."""
     from train import config
     from train.worker import Rank
 
@@ -55,24 +57,32 @@ def one(steps: int) -> list[float]:
         meter = rank.make_meter()
         at: list[float] = []
         beat = rank.heart.beat
+        (owner,) = rank.dp.owners()
+        update, spent = owner.step, []
 
-        def timed(phase: str | None = None, step: int | None = None) -> None:
+        def timed_beat(phase: str | None = None, step: int | None = None) -> None:
             if phase == "train":
                 at.append(time.process_time())
             beat(phase, step)
 
-        rank.heart.beat = timed  # type: ignore[method-assign]
+        def timed_update(*args: Any) -> None:
+            began = time.process_time()
+            update(*args)
+            spent.append(time.process_time() - began)
+
+        rank.heart.beat, owner.step = timed_beat, timed_update  # type: ignore[assignment, method-assign]
         rank.train(meter)
-    return [b - a for a, b in zip(at, at[1:], strict=False)]
+    return {"step": [b - a for a, b in zip(at, at[1:], strict=False)], "optimizer": spent}
 
 
-def run(checkout: Path, steps: int) -> float:
-    """Median CPU microseconds of a step of a fresh process on a checkout's trainer."""
+def run(checkout: Path, steps: int) -> dict[str, float]:
+    """CPU microseconds of the shortest step, and of the shortest update, of a fresh process on a checkout's trainer."""
     path = os.pathsep.join([str(checkout / "src"), str(ROOT)])
     command = [sys.executable, "-m", "benchmarks.host_step", "--one", "--steps", str(steps)]
     env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    return 1e6 * statistics.median(json.loads(done.stdout.splitlines()[-1])[SKIPPED:])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {part: 1e6 * min(seconds[SKIPPED:]) for part, seconds in found.items()}
 
 
 def main() -> None:
@@ -87,14 +97,18 @@ def main() -> None:
         print(json.dumps(one(args.steps)))
         return
     checkouts = {"before": args.before, "here": ROOT} if args.before else {"here": ROOT}
-    found: dict[str, list[float]] = {name: [] for name in checkouts}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(args.repeats):
         for name, checkout in checkouts.items():
             found[name].append(run(checkout.resolve(), args.steps))
-    for name, values in found.items():
-        print(f"{name}: {statistics.median(values):.0f} µs of CPU a step ({min(values):.0f} to {max(values):.0f})")
-    if args.before:
-        print(f"here / before: {statistics.median(found['here']) / statistics.median(found['before']):.3f}")
+    for part in ("step", "optimizer"):
+        middle = {}
+        for name, runs in found.items():
+            values = [each[part] for each in runs]
+            middle[name] = statistics.median(values)
+            print(f"{part}, {name}: {middle[name]:.0f} µs of CPU ({min(values):.0f} to {max(values):.0f})")
+        if args.before:
+            print(f"{part}, here / before: {middle['here'] / middle['before']:.3f}")
     print(
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps each"
     )
