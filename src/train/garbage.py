@@ -1,8 +1,9 @@
 """Python's garbage collector under control: it doesn't strike inside a step.
 
 A full collection goes through every object of the process, millions once torch has compiled something, and stops the host for
-tenths of a second; in a step bound by the host that is the step. Tensors die by their reference count; what dies in cycles is
-collected between steps, where nothing is timed, and what the build left is never looked at again.
+tenths of a second; in a step bound by the host that is the step. Here full collections happen between steps, where nothing is
+timed, and what the build left is never looked at again. What a step itself leaves in cycles (torch's checkpoints and pipeline
+schedules do, tens of objects a layer) goes once the step is launched, by a look at young objects alone: 10 to 90 µs.
 """
 
 import gc
@@ -12,7 +13,7 @@ SETTLED = 3  # steps after the first one: what is compiled, cached or captured i
 
 
 class Garbage:
-    """From its making to `stop` nothing is collected but `after` the steps that are `due`."""
+    """From its making to `stop` nothing is collected but by `young`, at the end of a step, and `after` steps that are `due`."""
 
     def __init__(self, first: int) -> None:
         """`first`: the first step that follows."""
@@ -30,6 +31,10 @@ class Garbage:
             self._keep()
         else:
             gc.collect()
+
+    def young(self) -> None:
+        """What was made since the last collection and died."""
+        gc.collect(0)
 
     def _keep(self) -> None:
         gc.collect()

@@ -142,6 +142,7 @@ class Rank(Prepared):
                 meter.settle(before)
                 before = None
             self.after_step(step, meter)
+            self.garbage.young()
             meter.finish(before, last=False)
             if step == first:
                 self.mark("compile")

@@ -4,42 +4,53 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.parallel.one_rank import built, configuration
 from train.garbage import EVERY, SETTLED, Garbage
 
-STEPS = 3 * EVERY
+STEPS = 2 * EVERY
 
 
-def test_no_collection_in_a_step_and_no_objects_left(tmp_path: Path) -> None:
-    with built(tmp_path / "point", configuration(steps=STEPS, optim__lr=1e-4)) as rank:
+@pytest.mark.parametrize("recompute", ("none", "selective"))  # selective leaves cycles in every layer
+def test_no_collection_inside_a_step_and_nothing_piles_up(tmp_path: Path, recompute: str) -> None:
+    cfg = configuration(steps=STEPS, optim__lr=1e-4, memory__recompute=recompute)
+    with built(tmp_path / "point", cfg) as rank:
         meter = rank.make_meter()
-        began: list[bool] = []  # of every step: was the collector on
-        alive: list[int] = []  # objects that it would look at
-        ran: list[tuple[int, str]] = []  # (step, phase) of every collection
-        beat = rank.heart.beat
+        alive: list[int] = []  # at the start of each step: objects that the collector would look at
+        launched = [-1]  # the newest step whose results are on their way
+        ran: list[tuple[int, int]] = []  # (generation, newest launched step) of each collection
+        beat, results = rank.heart.beat, meter.results
 
-        def watched(phase: str | None = None, step: int | None = None) -> None:
+        def watched_beat(phase: str | None = None, step: int | None = None) -> None:
             beat(phase, step)
             if phase == "train":
-                began.append(gc.isenabled())
+                assert not gc.isenabled()
                 alive.append(len(gc.get_objects()))
 
-        def collected(phase: str, _: Any) -> None:
-            if phase == "start":
-                ran.append((rank.heart.step, rank.heart.phase))
+        def watched_results(*args: Any) -> None:
+            results(*args)
+            launched.append(rank.heart.step)
 
-        rank.heart.beat = watched  # type: ignore[method-assign]
+        def collected(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                assert launched[-1] == rank.heart.step, "inside a step"
+                ran.append((info["generation"], launched[-1]))
+
+        rank.heart.beat, meter.results = watched_beat, watched_results  # type: ignore[assignment, method-assign]
+        gc.collect()
         gc.callbacks.append(collected)
         try:
             rank.train(meter)
         finally:
             gc.callbacks.remove(collected)
-        assert len(began) == STEPS and not any(began) and gc.isenabled()
-        inside = [each for each in ran if each[0] >= 0]
-        assert inside == [(step, "garbage") for step in (SETTLED, EVERY - 1, 2 * EVERY - 1, 3 * EVERY - 1)]
-        # a cycle a step would show within a stretch without a collection, one kept object a step over all of them
+        assert gc.isenabled() and len(alive) == STEPS
+        full = [step for generation, step in ran if generation == 2 and step >= 0]
+        assert full == [SETTLED, EVERY - 1, 2 * EVERY - 1]
+        assert [step for generation, step in ran if generation == 0] == list(range(STEPS))
+        # one object a step would show between two full collections, and over both
         assert alive[2 * EVERY - 1] - alive[EVERY + 5] < EVERY // 2
-        assert alive[-1] - alive[EVERY + 5] < EVERY // 2
+        assert alive[EVERY - 1] - alive[SETTLED + 5] < EVERY // 2
 
 
 def test_what_dies_in_a_cycle_is_collected_between_steps() -> None:

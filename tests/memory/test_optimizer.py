@@ -149,3 +149,33 @@ def test_fsdp_reduces_in_the_gradients_dtype(two: Ranks) -> None:
     assert not [n for n, w in plain.weights.items() if not torch.equal(high.weights[n], w)]
     assert [n for n, w in plain.weights.items() if not torch.equal(low.weights[n], w)]
     assert low.norms[0] == pytest.approx(plain.norms[0], rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("on_device", (False, True))
+def test_adamw_is_torchs_bit_for_bit(dtype: torch.dtype, on_device: bool) -> None:
+    """Beside the optimizer object, with a learning rate that changes, as a number and as a tensor (of fp32's precision)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 7), (3,), (16, 4), (1,), (2, 3, 4)]
+    ours = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+    theirs = [torch.nn.Parameter(t.clone()) for t in ours]
+    optim = config.Optim("adamw", weight_decay=0.3)
+    owner = AdamW([Piece(str(i), t, t.ndim >= 2) for i, t in enumerate(ours)], optim)
+    groups = [
+        {"params": [p for p in theirs if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in theirs if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+    for step in range(6):
+        lr = torch.tensor(1e-2 / (step + 1))
+        for p in theirs:
+            p.grad = torch.randn(p.shape, dtype=dtype, generator=generator)
+        grads = [p.grad.clone() for p in theirs if p.grad is not None]
+        for group in reference.param_groups:
+            group["lr"] = lr.item()
+        reference.step()
+        owner.step(grads, torch.ones((), dtype=dtype), lr if on_device else lr.item())
+    for piece, p in zip(owner.pieces, theirs, strict=True):
+        assert torch.equal(piece.tensor, p.detach())
+        for kind in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(owner.state(piece, kind), reference.state[p][kind])
