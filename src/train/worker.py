@@ -1,181 +1,34 @@
 """One rank: read the frozen point, build, loop, measure. Run as `python -m train.worker FOLDER SCRATCH` or by a fork."""
 
 import faulthandler
-import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from train import checkpoint, data, determinism, faults, seeds
-from train.config import ConfigError, Train, load
+from train import checkpoint, seeds, summary
 from train.launch import failure, process, rendezvous, stacks
-from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
-from train.measure.breakdown import Breakdown
+from train.measure import fabric, manifest
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
-from train.memory import levers
-from train.model import attention, qualified
-from train.model.transformer import Transformer
-from train.parallel import async_tp, balance, context, expert, pipeline, tensor
-from train.parallel.build import DTYPES, build, param_dtype
-from train.parallel.dims import DATA, Dims
-from train.parallel.round import Islands, Round
+from train.parallel.dims import DATA
+from train.prepare import Prepared
 from train.replay import passes
+from train.sweep.freeze import write_json
 
 
-class Rank:
-    """Everything that one rank holds while it trains a point."""
+class Rank(Prepared):
+    """The loop of one rank."""
 
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        self.born = float(os.environ.get("MFU_SWEEP_SPAWNED", time.monotonic()))  # the supervisor's, same clock
-        self.folder, self.scratch = folder, scratch
-        self.rank, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        self.world = int(os.environ["WORLD_SIZE"])
-        self.heart = Heartbeat(scratch, self.rank)
-        self.cfg: Train = load(folder / "config.yaml")
-        self.faults = faults.Injector(self.cfg.fault, self.rank)
-        self.seconds: dict[str, float] = {}
-        self.replay: passes.Replay | None = None
-        self.rounds: Round | None = None
-        self.pipeline: pipeline.Pipeline | None = None
-        self.pipelined: dict[str, Any] | None = None  # what came of it
-        self.fabric: dict[str, Any] | None = None
-        self.checkpoints: checkpoint.Checkpoints | None = None
-
-    # ---- build -------------------------------------------------------------------------------------------------------
-
-    def set_device(self) -> None:
-        """The rank's device, and threads: in a fork OMP_NUM_THREADS comes too late."""
-        cores = int(os.environ.get("MFU_SWEEP_CORES") or len(os.sched_getaffinity(0)))  # a scheduler may give fewer
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-        if self.cfg.device == "cuda":
-            self.device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-        else:
-            self.device = torch.device("cpu")
-        if self.cfg.deterministic:
-            determinism.enable(self.cfg.compile.name != "none")
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else manifest.cpu_name()
-        if self.cfg.hardware.device not in (None, name):
-            raise ConfigError("hardware", self.cfg.hardware.name, f"needs {self.cfg.hardware.device}, here is {name}")
-        self.device_name = name
-
-    def build(self) -> None:
-        """Model, reduction, data: in that order, each from the frozen configuration."""
-        cfg, m = self.cfg, self.cfg.model
-        self.dtype = DTYPES[cfg.precision.name]
-        self.dims = Dims.of(cfg, self.world, self.rank, self.device)
-        self._select_attention(context.probe(cfg, self.dims.degrees, self.device, self.dtype))
-        self.heart.beat("build")
-        if cfg.parallelism.async_tp:
-            async_tp.enable(self.dims)
-        with torch.device("meta"):
-            model = Transformer(tensor.local(m, self.dims.size("tp")), self.attention)
-            tensor.apply(model, self.dims)
-            expert.apply(model, cfg, self.dims)
-            pipeline.prune(model, cfg, self.dims)
-        self.model = model
-        context.apply(model, self.dims, cfg.parallelism.cp_method)
-        model.to(param_dtype(cfg, self.dtype))
-        model.to_empty(device=self.device)
-        model.init_weights(cfg.seed)
-        levers.apply(model, cfg.memory, self.device)
-        if cfg.compile.name == "layer":
-            model.compile_layers()
-        if cfg.replay:  # its hooks have to see gradients before the reduction takes them
-            self.replay = passes.Replay(model, self.device)
-        self.balance = balance.Balance(model, m, self.dims) if m.experts else None
-        self._reduction(model)
-        kept = self.folder / f"memory-rank{self.rank}.pickle"
-        self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
-        assert cfg.global_batch is not None and cfg.grad_accum is not None
-        self.source = data.build(cfg.data, m.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, self.device)
-        if getattr(self.source, "repeated", False) and self.rank == 0:
-            print("data: the text is shorter than one row and repeats to fill it", flush=True)
-        self.heart.beat("build")
-
-    def _select_attention(self, probed: Mapping[str, str | None]) -> None:
-        """With replay, a path that is known to be reproducible; without a record for one, the result is unqualified."""
-        cfg, m, order = self.cfg, self.cfg.model, attention.order(self.device)
-        self.qualified: bool | None = None
-        if not cfg.replay:
-            self.attention = attention.select(cfg.attention.name, probed, order)
-        else:
-            files = qualified.load(qualified.shipped(), qualified.cache())
-            heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
-            known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
-                bool(cfg.deterministic),
-            )  # fmt: skip
-            self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
-        if self.rank == 0:
-            note = " (unqualified: no record shows it to be reproducible here)" if self.qualified is False else ""
-            print(f"attention backend: {self.attention}{note}", flush=True)
-
-    def _reduction(self, model: Transformer) -> None:
-        """Over all ranks, or with rounds over those of an island."""
-        cfg = self.cfg
-        if cfg.round.name == "none":
-            self.dp = build(model, cfg, self.dims)
-        else:
-            islands = Islands.of(cfg, self.rank)
-            inner = islands.inner_config(cfg)
-            place = Dims.of(inner, islands.size, self.rank % islands.size, self.device, islands.inner)
-            self.dp = build(model, inner, place)
-            self.rounds = Round(cfg.round, self.dp, islands, self.device)
-        if self.dims.size("pp") > 1:
-            self.pipeline = pipeline.Pipeline(model, cfg, self.dims, self.dtype)
-        if self.replay is not None:
-            self.replay.attach(self.dp)
-
-    def make_meter(self) -> Meter:
-        """FLOPs, peak and the host-side group that step times travel over."""
-        cfg = self.cfg
-        assert cfg.global_batch is not None
-        over_ranks = self.dims.size("cp") > 1
-        kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
-        in_pieces = (over_ranks or self.dims.size("ep") > 1) and cfg.compile.name != "none"
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
-        self.peak = self._peak()
-        self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
-        return Meter(
-            device=self.device, rank=self.rank, world=self.world, tokens_per_step=cfg.global_batch * cfg.seq_len,
-            flops_per_token=self.flops, peak_flops=self.peak["flops"], group=self.host_group,
-            loss_weight=1.0 if self.pipeline is None or self.pipeline.last else 0.0,
-            path=self.folder / "metrics.jsonl" if self.rank == 0 else None,
-            more=balance.METRICS if self.balance is not None else (),
-            extra=telemetry.Reader(self.scratch) if self.device.type == "cuda" else None,
-        )  # fmt: skip
-
-    def _peak(self) -> dict[str, Any]:
-        hw = self.cfg.hardware
-        if hw.peak_tflops is not None:
-            return {
-                "flops": hw.peak_tflops * 1e12,
-                "source": "hardware.peak_tflops",
-                "kind": "given",
-                "device": self.device_name,
-            }
-        known = peaks.lookup(self.device_name, self.cfg.precision.name)
-        if known is None:
-            name = f"peak-{socket.gethostname()}-{self.device.type}-{self.cfg.precision.name}-{self.world}.json"
-            cache = self.folder.parent / ".sweep" / name
-            known = peaks.of_ranks(cache, self.device, self.dtype, self.rank, self.world)
-        return {"flops": known.flops, "source": known.source, "kind": known.kind, "device": self.device_name}
-
-    # ---- train -------------------------------------------------------------------------------------------------------
+    fabric: dict[str, Any] | None = None
+    checkpoints: checkpoint.Checkpoints | None = None
 
     def rows(self, step: int, index: int) -> torch.Tensor:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
@@ -187,14 +40,6 @@ class Rank:
         """Linear warm-up over warmup_steps, constant after."""
         o = self.cfg.optim
         return o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr
-
-    def probe_fabric(self) -> None:
-        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
-        wanted = self.cfg.fabric
-        if wanted or (wanted is None and self.device.type == "cuda"):
-            cache = self.folder.parent / ".sweep" / "fabric.json"
-            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
-            self.mark("fabric")
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
@@ -292,98 +137,34 @@ class Rank:
             self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
 
-    # ---- tell --------------------------------------------------------------------------------------------------------
-
     def mark(self, phase: str) -> None:
         """Seconds since the last mark belong to `phase`."""
         if self.device.type == "cuda" and phase in ("compile", "train"):
             torch.cuda.synchronize()
         self.seconds[phase] = time.monotonic() - self.born - sum(self.seconds.values())
 
-    def engine(self) -> dict[str, Any]:
-        """What ran, for a reader of this one file; config.yaml has all of it."""
-        cfg = self.cfg
-        return {
-            "reduction": cfg.reduction.name,
-            "bucket_mib": cfg.reduction.bucket_mib,
-            "accumulate": cfg.reduction.accumulate,
-            "recompute": cfg.memory.recompute,
-            "compile": cfg.compile.name,
-            "attention": self.attention,
-            "precision": cfg.precision.name,
-            "rope_cache": cfg.model.rope_cache,
-            "deterministic": bool(cfg.deterministic),
-            "replay": cfg.replay,
-            "force_balance": cfg.model.force_balance,
-            "micro_batch": cfg.micro_batch,
-            "environment": {
-                k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "PYTORCH_", "CUBLAS_"))
-            },
-        }
-
-    def traffic(self) -> dict[str, Any]:
-        """What the reduction and the layers' own collectives sent."""
-        found = self.dp.traffic()
-        layers = tensor.traffic(self.model, self.cfg, self.dims, self.dtype.itemsize)
-        stages = self.pipeline.traffic() if self.pipeline is not None else {}
-        return found | {"bytes": found["bytes"] | layers | stages}
-
-    def summary(self) -> dict[str, Any]:
-        """What status.json keeps of rank 0."""
-        cfg = self.cfg
-        assert cfg.global_batch is not None
-        return {
-            "flops_per_token": self.flops,
-            "peak": self.peak,
-            "memory_kind": memory.kind(self.device),
-            "capacity_gib": memory.capacity(self.device),
-            "precision": cfg.precision.name,
-            "attention_backend": self.attention,
-            "attention_qualified": self.qualified,
-            "params": flops.param_count(cfg.model),
-            "params_active": flops.param_count(cfg.model, active=True),
-            "experts": self.experts,
-            "tokens_per_step": cfg.global_batch * cfg.seq_len,
-            "seconds": self.seconds,
-            "profiled_steps": self.trace.steps,
-            "traffic": self.traffic(),
-            "engine": self.engine(),
-            "fabric": self.fabric,
-            "round": self.rounds.report() if self.rounds else None,
-            "checkpoint": self.checkpoints.report() if self.checkpoints else None,
-            "pipeline": self.pipelined,
-        }
-
-    def report_pipeline(self, result: dict[str, Any]) -> None:
-        """Its measured and theoretical bubble; with profile=true the schedule as executed stays in the folder. Collective."""
-        line = self.pipeline
-        if line is None or not (found := timeline.report(line.timeline, line.plan, self.dims, self.host_group)):
-            return
-        executed = found.pop("executed")
-        if self.cfg.profile and self.rank == 0:
-            write(self.folder / "schedule.json", {"schema": 1} | found | executed)
-        result["rank_stages"], result["rank_idle"] = (found.pop(key)[self.rank] for key in ("rank_stages", "rank_idle"))
-        self.pipelined = found
-
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
-        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
-        result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
-        self.report_pipeline(result)
-        self.experts = self.balance.report() if self.balance is not None else None
-        if self.rank == 0:
-            result["summary"] = self.summary()
+        result = summary.result(self, meter)
         if self.replay is not None:
             self.again("second")
             self.mark("replay")
-        write(self.scratch / f"result-{self.rank}.json", result)
+        write_json(self.scratch / f"result-{self.rank}.json", result, sync=False)
+
+    def probe_fabric(self) -> None:
+        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
+        wanted = self.cfg.fabric
+        if wanted or (wanted is None and self.device.type == "cuda"):
+            cache = self.folder.parent / ".sweep" / "fabric.json"
+            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
+            self.mark("fabric")
 
     def run(self) -> None:
         """The story of a rank."""
         self.set_device()
         fresh = passes.current() == "fresh"
         if self.local_rank == 0 and not fresh:
-            write(self.scratch / "manifest.json", manifest.collect(self.device))
+            write_json(self.scratch / "manifest.json", manifest.collect(self.device), sync=False)
         rendezvous.gloo_interface()
         if self.world > 1:
             # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
@@ -399,7 +180,7 @@ class Rank:
         if fresh:
             self.again("fresh")
             if self.rank == 0:
-                passes.conclude(self.folder, self.scratch, write, time.monotonic() - self.born)
+                passes.conclude(self.folder, self.scratch, time.monotonic() - self.born)
         else:
             self.train(meter)
             self.tell(meter)
@@ -413,13 +194,6 @@ class Rank:
             dist.destroy_process_group()
         if again:
             passes.become_fresh(self.folder, self.scratch)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON into the scratch folder, whole or not at all."""
-    temp = path.with_suffix(f".{os.getpid()}")
-    temp.write_text(json.dumps(content))
-    temp.replace(path)
 
 
 def run(folder: str, scratch: str) -> int:
@@ -437,7 +211,7 @@ def run(folder: str, scratch: str) -> int:
         return 0
     except BaseException as e:
         record = failure.describe(e, rank.heart.step if rank else -1, getattr(rank, "device", None))
-        write(Path(scratch) / f"error-{os.environ['RANK']}.json", record)
+        write_json(Path(scratch) / f"error-{os.environ['RANK']}.json", record, sync=False)
         traceback.print_exc()
         return 1
     finally:
