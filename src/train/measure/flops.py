@@ -53,7 +53,9 @@ def flops_per_token(
         skipped = 0 if whole else _down_params(model)
         again = 2 * (_layer_matmul_params(model) - skipped) + attention_forward / model.layers
     elif recompute == "selective":
-        again = _selective(model, targets, matmul) + (0 if _keeps(attention, targets) else attention_forward / model.layers)
+        again = _selective(model, targets, matmul) + (
+            0 if _keeps(attention, targets) else attention_forward / model.layers
+        )
     else:
         return found
     return found | {"hfu": mfu + -(-model.layers // every) * again}

@@ -44,7 +44,8 @@ class Linear(nn.Module):
     def __init__(self, linear: nn.Linear, scaling: str) -> None:
         super().__init__()
         assert linear.bias is None
-        self.weight, self.scaling = linear.weight, scaling
+        self.weight: nn.Parameter = linear.weight
+        self.scaling = scaling
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.scaling == "rowwise")
@@ -94,6 +95,7 @@ def quantise(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Scaled:
 
 
 def transposed(a: Scaled) -> Scaled:
+    """[rows, columns] → [columns, rows], as a view."""
     return a[0].t(), a[1].t()
 
 
