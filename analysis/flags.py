@@ -22,7 +22,7 @@ MEANING = {
     "host": "the host was short of CPU or swapping during the run",
     "profiled": "a profiler recorded two late steps, which slows them; for the trace, not for the ranking",
     "measured-peak": "no vendor figure for this device: MFU is relative to a measured matmul peak",
-    "fp8-peak": "MFU is relative to the fp8 peak, twice that of bf16; attention and the LM head run in bf16 all the same",
+    "fp8-peak": "MFU is relative to the peak for fp8, not that for bf16, in which attention and the LM head run all the same",
     "above-peak": "MFU is above 100 %: the peak that it is relative to is too low",
     "memory-tight": "peak memory is above 95 % of the capacity",
     "damaged-lines": "lines of metrics.jsonl were unreadable and left out",

@@ -53,6 +53,11 @@ def test_dimensions(two: Ranks, scaling: str, keys: dict[str, object]) -> None:
     check(two, case("fsdp", scaling, **keys))
 
 
+@pytest.mark.parametrize("keys", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_compiled(two: Ranks, keys: dict[str, object]) -> None:
+    check(two, case("ddp", compiled=True, **keys))
+
+
 @pytest.mark.parametrize("scaling", ("tensorwise", "rowwise"))
 def test_masters_stay_fp32_and_buckets_change_no_bit(two: Ranks, scaling: str) -> None:
     """zero2o equals zero2 as ever: all that they see are bf16 weights and gradients."""
