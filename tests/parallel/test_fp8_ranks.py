@@ -18,6 +18,9 @@ from tests.parallel.test_equality import REDUCTIONS, reference, relative
 BOUND = 0.1  # of all gradients of a step by norm, over two layers: see tests/model/test_fp8.py for that of one matmul
 
 
+ZBV = {"pp": 2, "pp_schedule": "zbv", "layers": 4, "grad_accum": 4}  # takes dx and dw apart
+
+
 def case(reduction: str, scaling: str = "tensorwise", **keys: object) -> Case:
     return Case(reduction, "fp8", scaling, model="even", steps=1, clip_norm=None, **keys)  # type: ignore[arg-type]
 
@@ -46,7 +49,7 @@ def test_reductions(two: Ranks, reduction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ring"}, {"pp": 2, "grad_accum": 2}], ids=str
+    "keys", [{"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ring"}, {"pp": 2, "grad_accum": 2}, ZBV], ids=str
 )
 @pytest.mark.parametrize("scaling", ("tensorwise", "rowwise"))
 def test_dimensions(two: Ranks, scaling: str, keys: dict[str, object]) -> None:

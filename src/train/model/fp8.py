@@ -60,18 +60,20 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.rowwise = rowwise
-        return scaled_mm(quantise(x, E4M3, 1 if rowwise else None), transposed(quantise(w, E4M3, 1 if rowwise else None)),
-                         x.dtype, fast=True)  # fmt: skip
+        along = 1 if rowwise else None
+        return scaled_mm(quantise(x, E4M3, along), transposed(quantise(w, E4M3, along)), x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, w), dy, rowwise = ctx.saved_tensors, grads[0], ctx.rowwise
         along, across = (1, 0) if rowwise else (None, None)
-        wide = E4M3 if rowwise else E5M2
+        wide, dx, dw = E4M3 if rowwise else E5M2, None, None
         dy_rows = quantise(dy, wide, along)
-        dx = scaled_mm(dy_rows, quantise(w, E4M3, across), x.dtype, fast=rowwise)
-        dy_columns = quantise(dy, wide, across) if rowwise else dy_rows
-        dw = scaled_mm(transposed(dy_columns), quantise(x, E4M3, across), w.dtype, fast=rowwise)
+        if ctx.needs_input_grad[0]:
+            dx = scaled_mm(dy_rows, quantise(w, E4M3, across), x.dtype, fast=rowwise)
+        if ctx.needs_input_grad[1]:
+            dy_columns = quantise(dy, wide, across) if rowwise else dy_rows
+            dw = scaled_mm(transposed(dy_columns), quantise(x, E4M3, across), w.dtype, fast=rowwise)
         return dx, dw, None
 
 
