@@ -45,7 +45,7 @@ class Linear(nn.Module):
         super().__init__()
         assert linear.bias is None
         self.weight: nn.Parameter = linear.weight
-        self.scaling = scaling
+        self.scaling: str = scaling
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.scaling == "rowwise")
