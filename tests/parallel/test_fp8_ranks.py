@@ -56,9 +56,10 @@ def test_dimensions(two: Ranks, scaling: str, keys: dict[str, object]) -> None:
     check(two, case("fsdp", scaling, **keys))
 
 
-@pytest.mark.parametrize("keys", [{"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{"tp": 2}, {"cp": 2}, {"memory": (("recompute", "full"),)}], ids=str)
 def test_compiled(two: Ranks, keys: dict[str, object]) -> None:
-    check(two, case("ddp", compiled=True, **keys))
+    check(two, case("fsdp", compiled=True, **keys))
 
 
 @pytest.mark.parametrize("scaling", ("tensorwise", "rowwise"))
