@@ -41,8 +41,8 @@ DEFINITIONS = (
     ),
     (
         "MFU",
-        "PaLM convention: 6·N + 12·L·H·d·T FLOPs a token over the dense peak; N without the embedding lookup, with the "
-        "LM head, experts at their active share.",
+        "PaLM convention: 6·N + 12·L·H·d·T FLOPs a token over the dense peak for the precision (flag fp8-peak: that for "
+        "fp8); N without the embedding lookup, with the LM head, experts at their active share.",
     ),
     ("MFU causal, HFU", "MFU causal credits half of the attention; HFU adds what recomputation really ran."),
     ("peak GiB", "Largest rank inside the training steps; never a sum over ranks. On a CPU: the peak resident set."),

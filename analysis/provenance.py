@@ -84,16 +84,18 @@ def _hardware(hosts: list[Any], gpus: list[Any], summary: dict[str, Any], config
 
 
 def _conventions(manifest: dict[str, Any], summary: dict[str, Any], status: dict[str, Any]) -> str:
-    """Everything that MFU is computed from, besides the run: conventions, schema and a vendor's peak.
+    """Everything that MFU is computed from, besides the run: conventions, schema and the source of a vendor's peak.
 
-    A measured peak varies a little from run to run and is not a convention; that it was measured is.
+    A source has a peak for each dtype, so that fp8 and bf16 on one device can be ranked by speed. A measured peak varies a
+    little from run to run and is not a convention; that it was measured is.
     """
     parts: dict[str, Any] = {}
     if isinstance(manifest.get("conventions"), (dict, list, str)):
         parts["flops"] = manifest["conventions"]
     if "schema" in status:
         parts["schema"] = status["schema"]
-    kind, peak = dig(summary, "peak", "kind"), number(dig(summary, "peak", "flops"))
+    kind, peak, source = (dig(summary, "peak", key) for key in ("kind", "flops", "source"))
     if kind:
-        parts["peak"] = f"{peak / 1e12:.4g} TFLOP/s" if kind == "vendor" and peak == peak else str(kind)
+        figure = f"{number(peak) / 1e12:.4g} TFLOP/s"
+        parts["peak"] = str(source or figure) if kind == "vendor" else str(kind)
     return json.dumps(parts, sort_keys=True) if parts else UNKNOWN

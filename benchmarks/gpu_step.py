@@ -30,15 +30,25 @@ class Setting:
     seq_len: int = 2048
     recompute: str = "none"  # as torchtitan and memory.recompute call it
     graph: bool = False  # ours: the whole step as one CUDA graph
+    precision: str = "auto"  # fp8: both sides with one scale a tensor
 
     def ours(self) -> list[str]:
         memory = {"none": "none", "full": "full_recompute", "selective": "selective"}[self.recompute]
         return ["model=dense_1b", "data=fake", "nproc=1", "compile=layer", f"seq_len={self.seq_len}",
-                f"micro_batch={self.micro_batch}", f"memory={memory}",
+                f"micro_batch={self.micro_batch}", f"memory={memory}", f"precision={self.precision}",
                 *(["compile.cuda_graph=true"] if self.graph else [])]  # fmt: skip
 
     def peer(self) -> list[str]:
-        return ["torchtitan_dense.py", "dense_1b", str(self.seq_len), str(self.micro_batch), self.recompute, "1"]
+        float8 = ["fp8"] if self.precision == "fp8" else []  # torchao's default recipe; it takes the LM head too
+        return [
+            "torchtitan_dense.py",
+            "dense_1b",
+            str(self.seq_len),
+            str(self.micro_batch),
+            self.recompute,
+            "1",
+            *float8,
+        ]
 
 
 SETTINGS = {
@@ -47,6 +57,7 @@ SETTINGS = {
     "full16": Setting(16, recompute="full"),
     "selective16": Setting(16, recompute="selective"),
     "seq8192": Setting(4, seq_len=8192),
+    "fp8_16": Setting(16, precision="fp8"),
 }
 
 
@@ -76,7 +87,7 @@ def measure(key: str, args: argparse.Namespace) -> dict[str, Any]:
     mine, theirs = [r for r in mine if r], [r for r in theirs if r]
     return {
         "setting": key, "date": date.today().isoformat(), "micro_batch": setting.micro_batch, "seq_len": setting.seq_len,
-        "recompute": setting.recompute, "steps_ms": [1e3 * r["step_s"] for r in mine],
+        "recompute": setting.recompute, "precision": setting.precision, "steps_ms": [1e3 * r["step_s"] for r in mine],
         "tokens_per_s": [r["tokens_per_s"] for r in mine], "peak_gib": [r["rank_step_peak_mem_gib"][0] for r in mine],
         "mfu_causal": [r["mfu_causal"] for r in mine], "torchtitan": theirs, "ceiling": ceiling,
         "families_ms": families(f"step_{key}_profile"),
@@ -96,10 +107,13 @@ def table(results: list[dict[str, Any]]) -> str:
         peer = statistics.median([p["tok_s"] for p in r["torchtitan"]]) if r["torchtitan"] else None
         memory = max(p["peak_gib"] for p in r["torchtitan"]) if r["torchtitan"] else None
         low, high = min(r["steps_ms"]), max(r["steps_ms"])
-        ceiling = r["ceiling"].get("ceiling_tok_s")
+        eight = (
+            r.get("precision") == "fp8"
+        )  # then MFU is that of the fp8 peak, and the measured ceiling, bf16's, is none
+        ceiling = None if eight else r["ceiling"].get("ceiling_tok_s")
         cells = [
             r["setting"], r["date"], f"{statistics.median(r['steps_ms']):.1f} ({low:.1f} to {high:.1f})", f"{rate:,.0f}",
-            f"{statistics.median(r['mfu_causal']):.1f}", f"{max(r['peak_gib']):.1f}",
+            f"{statistics.median(r['mfu_causal']):.1f}{' of fp8' * eight}", f"{max(r['peak_gib']):.1f}",
             f"{peer:,.0f}" if peer else "", f"{memory:.1f}" if memory else "", f"{rate / peer:.3f}" if peer else "",
             f"{100 * rate / ceiling:.1f}" if ceiling else "",
         ]  # fmt: skip

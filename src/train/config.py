@@ -160,7 +160,13 @@ class Attention:
 class Precision:
     """Dtype of weights and activations."""
 
-    name: str = "???"  # auto | bf16 | fp32 | fp64; auto: bf16 on a GPU, fp32 on a CPU
+    name: str = "???"  # auto | bf16 | fp8 | fp32 | fp64; auto: bf16 on a GPU, fp32 on a CPU
+    scaling: Optional[str] = None  # fp8: tensorwise | rowwise, see model/fp8.py
+
+    @property
+    def weights(self) -> str:
+        """The dtype of the weights that forward reads: fp8 is what the layers' matmuls round them to on the way."""
+        return "bf16" if self.name == "fp8" else self.name
 
 
 @dataclass

@@ -80,7 +80,7 @@ def body(folders: list[Path]) -> str:
             star = "*" if chosen.get(group) == option else " "
             head = f"  {group if i == 0 else '':<{name_width}} {star}{option:<{option_width}}  "
             lines.append((head + shortened(text, WIDTH - len(head))).rstrip())
-    lines += ["", "Keys (meaning and range of each: docs/configuration.md)"]
+    lines += ["Keys (meaning and range of each: docs/configuration.md)"]
     lines += [f"  {a:<12} {b:<33} {c:<12} {d}".rstrip() for a, b, c, d in KEYS]
     lines += ["Examples", EXAMPLES]
     lines += ["Also: --cfg job, --info, --hydra-help, --config-dir DIR (own options); TAB completes after"]

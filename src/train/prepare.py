@@ -1,5 +1,6 @@
 """What a rank has before its first step: device, model, reduction, data, meter; from the frozen configuration alone."""
 
+import dataclasses
 import os
 import socket
 import time
@@ -17,7 +18,7 @@ from train.measure import flops, manifest, peaks, telemetry
 from train.measure.breakdown import Breakdown
 from train.measure.metrics import Meter
 from train.memory import levers
-from train.model import attention, qualified
+from train.model import attention, fp8, qualified
 from train.model.transformer import Transformer
 from train.parallel import async_tp, balance, context, expert, pipeline, tensor
 from train.parallel.build import DTYPES, build, param_dtype
@@ -73,6 +74,9 @@ class Prepared:
             tensor.apply(model, self.dims)
             expert.apply(model, cfg, self.dims)
             pipeline.prune(model, cfg, self.dims)
+        if cfg.precision.scaling is not None:
+            fp8.check(self.device, cfg.precision.scaling)
+            fp8.apply(model, cfg.precision.scaling)
         self.model = model
         context.apply(model, self.dims, cfg.parallelism.cp_method)
         model.to(param_dtype(cfg, self.dtype))
@@ -103,7 +107,7 @@ class Prepared:
             files = qualified.load(qualified.shipped(), qualified.cache())
             heads = context.local_heads(m, self.dims.degrees, cfg.parallelism.cp_method)
             known = qualified.paths(
-                files, qualified.Stack.here(self.device), cfg.precision.name, heads[0] // heads[1], m.head_dim,
+                files, qualified.Stack.here(self.device), cfg.precision.weights, heads[0] // heads[1], m.head_dim,
                 bool(cfg.deterministic),
             )  # fmt: skip
             self.attention, self.qualified = attention.select_replayable(cfg.attention.name, probed, order, known)
@@ -133,8 +137,12 @@ class Prepared:
         assert cfg.global_batch is not None
         over_ranks = self.dims.size("cp") > 1
         kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
-        in_pieces = (over_ranks or self.dims.size("ep") > 1) and cfg.compile.name != "none"
-        self.flops = flops.flops_per_token(cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, in_pieces)
+        compiled, scaling = cfg.compile.name != "none", cfg.precision.scaling
+        whole = (over_ranks or self.dims.size("ep") > 1) if compiled else scaling is not None
+        matmul = fp8.operator(self.device, scaling) if scaling is not None else "aten::mm"
+        self.flops = flops.flops_per_token(
+            cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, whole, matmul
+        )
         self.peak = self._peak()
         self.host_group = dist.new_group(backend="gloo") if self.world > 1 and self.device.type == "cuda" else None
         return Meter(
@@ -154,10 +162,12 @@ class Prepared:
                 "source": "hardware.peak_tflops",
                 "kind": "given",
                 "device": self.device_name,
+                "dtype": self.cfg.precision.name,
             }
         known = peaks.lookup(self.device_name, self.cfg.precision.name)
         if known is None:
             name = f"peak-{socket.gethostname()}-{self.device.type}-{self.cfg.precision.name}-{self.world}.json"
             cache = self.folder.parent / ".sweep" / name
-            known = peaks.of_ranks(cache, self.device, self.dtype, self.rank, self.world)
-        return {"flops": known.flops, "source": known.source, "kind": known.kind, "device": self.device_name}
+            dtype = self.dtype if self.cfg.precision.scaling is None else fp8.E4M3
+            known = peaks.of_ranks(cache, self.device, dtype, self.rank, self.world)
+        return dataclasses.asdict(known) | {"device": self.device_name, "dtype": self.cfg.precision.name}

@@ -51,5 +51,5 @@ def test_pictures_exist_and_flags_are_explained():
     docs = Path(__file__).resolve().parents[2] / "docs"
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT)
     assert len(pictures) >= 4 and all((docs / picture).is_file() for picture in pictures)
-    told = set(re.findall(r"`([a-z-]+)`", TEXT.partition("## Flags")[2].partition("## ")[0]))
+    told = set(re.findall(r"`([a-z0-9-]+)`", TEXT.partition("## Flags")[2].partition("## ")[0]))
     assert set(MEANING) == told

@@ -160,6 +160,7 @@ def test_the_same_point_in_two_sweeps_is_a_repeat(tmp_path):
         ("driver", Point(8, host={"driver": "570.1"})),
         ("hardware", Point(8, host={"gpus": [{"name": "NVIDIA H100 80GB HBM3"}]})),
         ("conventions", Point(8, summary={"peak": {"flops": 1000e12, "kind": "vendor", "device": "NVIDIA H200"}})),
+        ("conventions", Point(8, summary={"peak": {"flops": 1e15, "kind": "vendor", "source": "another sheet"}})),
         ("conventions", Point(8, summary={"peak": {"flops": 989.4e12, "kind": "measured", "device": "NVIDIA H200"}})),
     ],
 )
@@ -169,6 +170,13 @@ def test_rows_of_other_provenance_are_not_ranked_together(tmp_path, differs, oth
     assert ranked.differs == [differs]
     assert list(ranked.rows["group"]) == [0, 0, 1]
     assert ranked.rows.iloc[2]["rank"] == 1 and ranked.rows.iloc[0]["rank"] == 1
+
+
+def test_fp8_and_bf16_are_ranked_together_and_the_peak_is_said(tmp_path):
+    eight = {"flops": 1978.9e12, "kind": "vendor", "source": "vendor sheet", "device": "NVIDIA H200", "dtype": "fp8"}
+    ranked = rank(load(write_sweep(tmp_path / "s", [Point(4), Point(8, summary={"peak": eight})])))
+    assert ranked.differs == []
+    assert sorted("fp8-peak" in flags for flags in ranked.rows["flags"]) == [False, True]
 
 
 def test_a_measured_peak_that_varies_does_not_split_the_table(tmp_path):

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from train import config
 from train.measure import flops
 from train.memory import recompute
+from train.model import fp8
 from train.model.transformer import Transformer
 
 BASE = {"name": "m", "dim": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocab": 70}
@@ -25,11 +26,14 @@ def grouped_flops(x: tuple, w: tuple, *_: object, **__: object) -> int:
     return 2 * x[0] * x[1] * w[-1]
 
 
-def counted(model: config.Model, mode: str) -> float:
+def counted(model: config.Model, mode: str, fp8_scaling: str | None = None) -> float:
     """What the counter sees in one forward and backward, per token. It counts matmuls, attention over the whole square
     (math path: two batched matmuls), and recompute."""
     with torch.device("meta"):
         built = Transformer(model, "math")
+    if fp8_scaling is not None:
+        built.to(torch.bfloat16)
+        fp8.apply(built, fp8_scaling)
     built.materialise(torch.device("cpu"), 0)
     recompute.apply(built, config.Memory("m", mode))
     drawn = torch.randint(model.vocab, (ROWS, LENGTH + 1))
@@ -45,6 +49,18 @@ def test_mfu_and_hfu_equal_torchs_counter(changes: dict) -> None:
     assert flops.flops_per_token(model, LENGTH)["hfu"] == counted(model, "none")
     assert flops.flops_per_token(model, LENGTH, "full")["hfu"] == counted(model, "full")
     assert flops.flops_per_token(model, LENGTH, "full")["mfu"] == counted(model, "none")
+
+
+@pytest.mark.parametrize(
+    ("mode", "scaling"), [("full", "tensorwise"), ("selective", "tensorwise"), ("selective", "rowwise")]
+)
+def test_fp8_equals_torchs_counter(mode: str, scaling: str) -> None:
+    """Eager full recompute runs w_down too: its autograd function saves after it has run."""
+    model = config.Model(**{**BASE, "kv_heads": 4, "head_dim": 8})  # all of attention's matrices are square
+    matmul = fp8.operator(torch.device("cpu"), scaling)
+    found = flops.flops_per_token(model, LENGTH, mode, attention="math", whole=True, matmul=matmul)
+    assert found["mfu"] == counted(model, "none", scaling) == counted(model, "none")
+    assert found["hfu"] == counted(model, mode, scaling)
 
 
 @pytest.mark.parametrize("mode", ("full", "selective"))

@@ -58,12 +58,18 @@ def test_measured_on_this_cpu() -> None:
     assert 1e8 < peak.flops < 1e14
 
 
+def test_measured_in_fp8_says_so() -> None:
+    peak = peaks.measure(torch.device("cpu"), torch.float8_e4m3fn)
+    assert "matmul of float8_e4m3fn" in peak.source and 1e8 < peak.flops < 1e14
+
+
 @pytest.mark.gpu
-def test_measured_is_below_the_vendors() -> None:
-    name = torch.cuda.get_device_name()
-    vendor = peaks.lookup(name, "bf16")
-    assert vendor is not None, f"{name} is not in the table"
-    measured = peaks.measure(torch.device("cuda"), torch.bfloat16)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)])
+def test_measured_is_below_the_vendors(name: str, dtype: torch.dtype) -> None:
+    device = torch.cuda.get_device_name()
+    vendor = peaks.lookup(device, name)
+    assert vendor is not None, f"{device} is not in the table"
+    measured = peaks.measure(torch.device("cuda"), dtype)
     assert 0.4 * vendor.flops < measured.flops < vendor.flops
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from train import config
 from train.memory import levers
 from train.memory.offload import Offload
+from train.model import fp8
 from train.model.moe import MoE
 from train.model.transformer import Transformer
 from train.parallel import context, expert, pipeline, tensor
@@ -30,6 +31,7 @@ CPU = torch.device("cpu")
 class Case:
     reduction: str
     dtype: str = "fp64"
+    scaling: str | None = None  # of fp8; with another dtype the same shape of model
     bucket_mib: float | None = 0.004
     accumulate: str | None = None
     grad_accum: int = 1
@@ -108,12 +110,12 @@ def configuration(case: Case) -> config.Train:
     return config.Train(
         model=config.Model(
             name="test",
-            dim=24,
+            dim=32 if case.scaling else 24,
             layers=case.layers,
             heads=heads,
             kv_heads=case.kv_heads or kv_heads,
             head_dim=8,
-            ffn=0 if case.model == "even_moe" else 40,
+            ffn=0 if case.model == "even_moe" else 64 if case.scaling else 40,
             vocab=vocab,
             tied=case.model.endswith("tied"),
             qk_norm=case.qk_norm,
@@ -136,7 +138,7 @@ def configuration(case: Case) -> config.Train:
         memory=config.Memory("test", **dict(case.memory)),
         compile=config.Compile("layer" if case.compiled else "none"),
         attention=config.Attention(case.attention),
-        precision=config.Precision(case.dtype),
+        precision=config.Precision(case.dtype, case.scaling),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
     )
 
@@ -162,6 +164,9 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
             expert.apply(model, cfg, dims)
             pipeline.prune(model, cfg, dims)
             context.apply(model, dims, case.cp_method)
+    if case.dtype == "fp8":
+        assert case.scaling is not None
+        fp8.apply(model, case.scaling)
     model.to(dtype)
     if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
         model.materialise(CPU, 0)

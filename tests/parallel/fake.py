@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from train import config
@@ -61,11 +60,13 @@ def pipelined(model: Transformer, cfg: config.Train, dims: Dims) -> torch.Tensor
     assert cfg.grad_accum is not None
     line = pipeline.Pipeline(model, cfg, dims, DTYPES[cfg.precision.name])
     tokens = dims.rows_of_sequence(torch.zeros(cfg.micro_batch * cfg.grad_accum, cfg.seq_len, dtype=torch.int64))
-    with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known):
+    with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known, create=True):  # torch 2.13 votes
         return line.step(tokens, tokens)
 
 
 def shapes_are_known(_: Any, stages: list[Any], *__: Any, **___: Any) -> None:
     """In place of the vote by which the ranks of a pipeline agree that they are: nobody else is there to vote."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC

@@ -31,12 +31,14 @@ def flops_per_token(
     recompute: str = "none",
     memory: Memory | None = None,
     attention: str = "flash",
-    in_pieces: bool = False,
+    whole: bool = False,
+    matmul: str = "aten::mm",
 ) -> dict[str, float]:
     """{mfu, mfu_causal, hfu}: FLOPs a token costs, forward and backward, under each convention above.
 
     `memory`: its every and targets count too; `attention`: the path that runs (selective recompute keeps the kernels'
-    results, not math's), or ring; `in_pieces`: layers compiled around an exchange (cp), of which full recompute runs all.
+    results, not math's), or ring; `whole`: full recompute runs all of a layer again (compiled around an exchange, as with
+    cp; eager with fp8); `matmul`: the operator of the layers' linear maps, which `memory.targets` may name.
     Raises ConfigError for an unknown memory.recompute.
     """
     if recompute not in ("none", "full", "selective", "budget"):
@@ -48,21 +50,23 @@ def flops_per_token(
     if recompute == "none":
         again = 0.0
     elif recompute == "full":
-        skipped = 0 if in_pieces else _down_params(model)
+        skipped = 0 if whole else _down_params(model)
         again = 2 * (_layer_matmul_params(model) - skipped) + attention_forward / model.layers
     elif recompute == "selective":
-        again = _selective(model, targets) + (0 if _keeps(attention, targets) else attention_forward / model.layers)
+        again = _selective(model, targets, matmul) + (
+            0 if _keeps(attention, targets) else attention_forward / model.layers
+        )
     else:
         return found
     return found | {"hfu": mfu + -(-model.layers // every) * again}
 
 
-def _selective(model: Model, targets: list[str] | None) -> float:
+def _selective(model: Model, targets: list[str] | None, matmul: str) -> float:
     """Matmul FLOPs of a layer and token that selective recompute runs again (w_down's result is never needed)."""
     grouped = model.experts_per_token * _expert_params(model) - _down_params(model) if model.experts else 0
     plain = _layer_matmul_params(model) - _down_params(model) - grouped
     if targets is not None:
-        return 2.0 * ((0 if "aten::mm" in targets else plain) + (0 if "aten::_grouped_mm" in targets else grouped))
+        return 2.0 * ((0 if matmul in targets else plain) + (0 if "aten::_grouped_mm" in targets else grouped))
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     square = 2 * (q == model.dim) + 2 * (kv == model.dim) + 2 * (model.ffn == model.dim)  # wq, wo; wk, wv; gate, up
     return 2.0 * square * model.dim**2

@@ -33,6 +33,7 @@ KEPT = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "torch_attn",  # variable-length attention
 )
+MATMULS = ("aten::mm", "aten::_scaled_mm")  # of bf16 and of fp8 operands
 #: Kept whatever memory.targets says: a collective that one rank runs again and another doesn't is a deadlock.
 ALWAYS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "train_cp")
 #: Kept by full recompute too: of two experts whose scores are all but equal, a second run could choose the other one
@@ -83,7 +84,7 @@ class Keep:
             return CheckpointPolicy.MUST_SAVE
         if name not in self.names and op.namespace not in self.names:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        if self.square_again and name == "aten::mm" and args[1].shape[0] == args[1].shape[1]:
+        if self.square_again and name in MATMULS and args[1].shape[0] == args[1].shape[1]:
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 

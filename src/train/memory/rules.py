@@ -60,7 +60,7 @@ def combination(cfg: Train, nproc: int) -> None:
 
 
 def _grad_dtype(cfg: Train, nproc: int) -> None:
-    wanted, precision = cfg.optim.grad_dtype, cfg.precision.name
+    wanted, precision = cfg.optim.grad_dtype, cfg.precision.weights
     if wanted is None or wanted == precision:
         return
     if precision != "bf16":

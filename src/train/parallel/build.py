@@ -8,7 +8,7 @@ from train.parallel import mesh
 from train.parallel.base import DataParallel
 from train.parallel.dims import REDUCE, Dims
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def compute_dtype(cfg: config.Train, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ from train.config import ConfigError, Train
 from train.data import corpus
 from train.launch import environment
 from train.launch.slurm import options as slurm
+from train.model import fp8_rules
 from train.parallel import mesh, stages
 from train.sweep import freeze, validate
 from train.sweep.grid import Composer, Point
@@ -98,7 +99,7 @@ def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], 
                 invalid = resolve(cfg, contents) or slurm.impossible(cfg)
             else:
                 resolve_host(cfg, host, cores)
-                invalid = resolve(cfg, contents)
+                invalid = resolve(cfg, contents) or fp8_rules.impossible(cfg, host)
             identity = freeze.identity(cfg)
             if identity in out:
                 out[identity].merged.append(point.overrides)

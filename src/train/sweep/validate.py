@@ -17,14 +17,14 @@ from train.config import ConfigError, Data, Train
 from train.data import corpus
 from train.launch import environment
 from train.memory import rules as memory_rules
-from train.model import moe_rules
+from train.model import fp8_rules, moe_rules
 from train.names import nearest
 from train.parallel import graph_rules, mesh, stages
 
 CHOICES = {
     "device": ("auto", "cuda", "cpu"),
     "compile.name": ("none", "layer"),
-    "precision.name": ("auto", "bf16", "fp32", "fp64"),
+    "precision.name": ("auto", "bf16", "fp8", "fp32", "fp64"),
     "reduction.name": ("ddp", "zero2", "zero2o", "zero2rs", "fsdp"),
     "parallelism.cp_method": ("ulysses", "ring"),
     "round.name": ("none", "delta"),
@@ -112,6 +112,7 @@ def values(cfg: Train) -> None:
     mesh.values(cfg)
     stages.values(cfg)
     memory_rules.values(cfg)
+    fp8_rules.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
@@ -257,6 +258,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
+        fp8_rules.combination(cfg, degrees)
         memory_rules.layout(cfg, degrees)
         stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
