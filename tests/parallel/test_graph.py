@@ -37,7 +37,7 @@ REDUCTIONS = ("ddp", "zero2", "zero2o", "zero2rs")  # that one rank can capture
         ({"optim__name": "sign_sgd"}, "set optim=adamw"),
         ({"replay": True}, "replay=true hashes"),
         ({"fault": "nan@0:3"}, "fault=nan@0:3 strikes"),
-        ({"model": MOE, "precision__name": "fp32"}, "unless precision=bf16 or fp8, here fp32"),
+        ({"model": MOE, "precision__name": "fp32"}, "unless precision=bf16, here fp32"),
         ({"steps": WARMUP}, "set steps=4 or more"),
         ({"steps": WARMUP + 2, "profile": True}, "set steps=6 or more"),
     ],
@@ -108,7 +108,7 @@ LEVERS: list[dict[str, Any]] = [
     {"memory__recompute": "selective", "model__tied": True},
     {"optim__state_dtype": "bf16", "precision__name": "bf16", "optim__grad_dtype": "fp32"},
     {"model__rope_cache": False, "model__qk_norm": True},
-    {"precision__name": "fp8"},
+    {"precision__name": "fp8", "precision__scaling": "tensorwise"},
 ]
 
 
@@ -157,7 +157,7 @@ CAPTURED: list[dict[str, Any]] = [
     {"compile__name": "layer", "memory__recompute": "full"},
     {"optim__state_dtype": "bf16"},
     {"precision__name": "fp64"},
-    {"precision__name": "fp8"},
+    {"precision__name": "fp8", "precision__scaling": "tensorwise"},
     {"model": MOE},
 ]
 

@@ -13,7 +13,7 @@ def combination(cfg: Train, nproc: int) -> None:
         return
     least = WARMUP + 1 + (PROFILED if cfg.profile else 0)
     m, offload, precision = cfg.model, cfg.memory.optimizer_offload, cfg.precision.name
-    looped = m.experts and (precision not in ("bf16", "fp8") or m.dim % GROUPED or m.expert_ffn % GROUPED)
+    looped = m.experts and (precision != "bf16" or m.dim % GROUPED or m.expert_ffn % GROUPED)
     for wrong, why in (
         (cfg.device != "cuda", f"device={cfg.device} has no CUDA graphs"),
         (nproc > 1, f"nproc={nproc} has collectives between ranks, which are not captured; set nproc=1"),
@@ -23,7 +23,7 @@ def combination(cfg: Train, nproc: int) -> None:
         (cfg.optim.name != "adamw", f"optim={cfg.optim.name} takes its learning rate from the host; set optim=adamw"),
         (cfg.replay, "replay=true hashes gradients on the host's word in every step"),
         (cfg.fault is not None, f"fault={cfg.fault} strikes from Python, which a replayed step doesn't run"),
-        (looped, f"loads of experts are read on the host unless precision=bf16 or fp8, here {precision}, and model.dim={m.dim} "
+        (looped, f"loads of experts are read on the host unless precision=bf16, here {precision}, and model.dim={m.dim} "
                  f"and model.expert_ffn={m.expert_ffn} are multiples of {GROUPED}"),
         (cfg.steps < least, f"steps={cfg.steps} ends before a step is replayed; set steps={least} or more"),
     ):  # fmt: skip
