@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
+from train.kernels import apply as kernels
+from train.kernels import backend
 from train.launch import failure, process, rendezvous, stacks
 from train.launch.heartbeat import Heartbeat
 from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
@@ -92,6 +94,7 @@ class Rank:
         model.to_empty(device=self.device)
         model.init_weights(cfg.seed)
         levers.apply(model, cfg.memory, self.device)
+        kernels.apply(model, cfg)
         if cfg.compile.name == "layer":
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them
@@ -309,6 +312,7 @@ class Rank:
             "accumulate": cfg.reduction.accumulate,
             "recompute": cfg.memory.recompute,
             "compile": cfg.compile.name,
+            "kernels": backend.report(cfg.compile, self.device),
             "attention": self.attention,
             "precision": cfg.precision.name,
             "rope_cache": cfg.model.rope_cache,

@@ -1,0 +1,56 @@
+"""SwiGLU's product, and its backward in one pass that makes the product again."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 2048, 8  # 8 elements a thread: 16 bytes of each bf16 tensor
+
+
+@triton.jit
+def product_kernel(gate, up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = silu(gate) * up, of one block."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    g, u = tl.load(gate + i, mask=mask).to(WIDE), tl.load(up + i, mask=mask).to(WIDE)
+    tl.store(out + i, (g / (1 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(grad, gate, up, d_gate, d_up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """From the product's gradient those of gate and up, and the product itself, which w_down's gradient needs."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    d = tl.load(grad + i, mask=mask).to(WIDE)
+    g, u = tl.load(gate + i, mask=mask).to(WIDE), tl.load(up + i, mask=mask).to(WIDE)
+    sigmoid = 1 / (1 + tl.exp(-g))
+    silu = g * sigmoid
+    dtype = out.dtype.element_ty
+    tl.store(d_gate + i, (d * u * (sigmoid + silu * (1 - sigmoid))).to(dtype), mask=mask)
+    tl.store(d_up + i, (d * silu).to(dtype), mask=mask)
+    tl.store(out + i, (silu * u).to(dtype), mask=mask)
+
+
+def product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, contiguous."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    n = gate.numel()
+    product_kernel[(triton.cdiv(n, BLOCK),)](gate, up, out, n, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate, of up, silu(gate) * up)."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    d_gate, d_up, out = (torch.empty_like(gate) for _ in range(3))
+    n = gate.numel()
+    backward_kernel[(triton.cdiv(n, BLOCK),)](
+        grad, gate, up, d_gate, d_up, out, n, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
+    )
+    return d_gate, d_up, out
+
+
+def _wide(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
