@@ -129,7 +129,7 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
-    kernels: str = "inductor"  # inductor | fused: all of this project's own | some of them: adamw+loss+swiglu+rope
+    kernels: str = "inductor"  # inductor | fused: this project's own | some of them, joined by +: adamw+loss
 
 
 @dataclass

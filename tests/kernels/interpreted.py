@@ -48,7 +48,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 
 
 def swiglu_both(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]:
-    return [swiglu.product(gate, up), *swiglu.backward(grad, gate, up)]
+    return [swiglu.product(gate, up), *swiglu.backward(grad, gate, up), *swiglu.backward_again(grad, gate, up)]
 
 
 @pytest.mark.parametrize("inverse", [False, True])

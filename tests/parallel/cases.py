@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
+from train.kernels import apply as kernels
 from train.memory import levers
 from train.memory.offload import Offload
 from train.model.moe import MoE
@@ -53,6 +54,7 @@ class Case:
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
+    kernels: str = "inductor"  # compile.kernels
     steps: int = 3
     clip_norm: float | None = 0.05  # below the norms met here: clipping happens
     beta1: float = 0.0  # the first moment is then the clipped gradient itself
@@ -131,7 +133,7 @@ def configuration(case: Case) -> config.Train:
         ),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
         memory=config.Memory("test", **dict(case.memory)),
-        compile=config.Compile("layer" if case.compiled else "none"),
+        compile=config.Compile("layer" if case.compiled else "none", case.kernels),
         attention=config.Attention(case.attention),
         precision=config.Precision(case.dtype),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
@@ -162,6 +164,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
         model.to_empty(device="cpu")
         model.init_weights(0)
         _levers(model, cfg)
+        kernels.apply(model, cfg)
         if case.compiled:
             model.compile_layers()
     return model.to(param_dtype(cfg, DTYPES[case.dtype]))

@@ -16,4 +16,7 @@ def apply(model: Transformer, cfg: config.Train) -> None:
             block.attention.turn = rope.turn
         if "swiglu" in used:
             assert isinstance(block.ffn, FeedForward)
+            block.ffn.gated = swiglu.gated
+        if "swiglu_down" in used:
+            assert isinstance(block.ffn, FeedForward)
             block.ffn.down = swiglu.down

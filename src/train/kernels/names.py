@@ -4,12 +4,13 @@ from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
-NAMES = ("adamw", "loss", "swiglu", "rope")
+NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope")
+FUSED = ("adamw", "loss", "swiglu", "rope")  # swiglu_down is swiglu for less memory
 
 
 def chosen(value: str) -> tuple[str, ...]:
-    """The kernels that compile.kernels names: `inductor` none, `fused` all, else names joined by +."""
-    return {"inductor": (), "fused": NAMES}.get(value, tuple(value.split("+")))
+    """The kernels that compile.kernels names: `inductor` none, `fused` those that save time, else names joined by +."""
+    return {"inductor": (), "fused": FUSED}.get(value, tuple(value.split("+")))
 
 
 def values(cfg: Train) -> None:
@@ -34,8 +35,11 @@ def combination(cfg: Train, degrees: dict[str, int]) -> None:
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
         ("loss", stages.SCHEDULES[schedule].split, f"has one backward, parallelism.pp_schedule={schedule} runs it in two"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
-        ("swiglu", cfg.compile.name == "none", "needs compile=layer"),
-        ("swiglu", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
+        ("swiglu_down", cfg.model.experts > 0, "is of a dense layer, here are experts"),
+        ("swiglu_down", "swiglu" in names, "takes swiglu's place"),
+        # eager recompute would run its matmul again, which perf/hfu doesn't count
+        ("swiglu_down", cfg.compile.name == "none", "needs compile=layer"),
+        ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
     ):
         if name in names and refused:
             rest = "+".join(n for n in names if n != name) or "inductor"

@@ -57,12 +57,17 @@ class FeedForward(nn.Module):
         self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
-        self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # see train.kernels.swiglu
+        self.gated = gated  # or train.kernels.swiglu's
+        self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # both in one: see train.kernels.swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.down is not None:
-            return self.down(self.w_gate(x), self.w_up(x), self.w_down.weight)
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        gate, up = self.w_gate(x), self.w_up(x)
+        return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """What w_down gets."""
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

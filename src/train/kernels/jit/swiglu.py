@@ -1,4 +1,4 @@
-"""SwiGLU's product, and its backward in one pass that makes the product again."""
+"""SwiGLU's product, and its backward in one pass that can make the product again."""
 
 import torch
 import triton
@@ -18,18 +18,21 @@ def product_kernel(gate, up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(grad, gate, up, d_gate, d_up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """From the product's gradient those of gate and up, and the product itself, which w_down's gradient needs."""
+def backward_kernel(
+    grad, gate, up, d_gate, d_up, out, n, AGAIN: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """From the product's gradient those of gate and up, and if AGAIN the product itself, which w_down's gradient needs."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     d = tl.load(grad + i, mask=mask).to(WIDE)
     g, u = tl.load(gate + i, mask=mask).to(WIDE), tl.load(up + i, mask=mask).to(WIDE)
     sigmoid = 1 / (1 + tl.exp(-g))
     silu = g * sigmoid
-    dtype = out.dtype.element_ty
+    dtype = d_up.dtype.element_ty
     tl.store(d_gate + i, (d * u * (sigmoid + silu * (1 - sigmoid))).to(dtype), mask=mask)
     tl.store(d_up + i, (d * silu).to(dtype), mask=mask)
-    tl.store(out + i, (silu * u).to(dtype), mask=mask)
+    if AGAIN:
+        tl.store(out + i, (silu * u).to(dtype), mask=mask)
 
 
 def product(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,15 +44,15 @@ def product(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of gate, of up, silu(gate) * up)."""
+def backward(grad: Tensor, gate: Tensor, up: Tensor, again: bool) -> tuple[Tensor, ...]:
+    """(gradient of gate, of up), and with `again` silu(gate) * up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    d_gate, d_up, out = (torch.empty_like(gate) for _ in range(3))
+    results = tuple(torch.empty_like(gate) for _ in range(3 if again else 2))
     n = gate.numel()
     backward_kernel[(triton.cdiv(n, BLOCK),)](
-        grad, gate, up, d_gate, d_up, out, n, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
+        grad, gate, up, *results[:2], results[-1], n, AGAIN=again, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
     )
-    return d_gate, d_up, out
+    return results
 
 
 def _wide(x: Tensor) -> tl.dtype:

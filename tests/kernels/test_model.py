@@ -1,0 +1,79 @@
+"""A whole model on the kernels, eager and compiled, under every kind of recompute; what compiled layers keep."""
+
+import pytest
+import torch
+import torch._dynamo
+
+from tests.model.tiny import TINY, build, tokens
+from train import config
+from train.kernels import apply
+from train.memory import recompute
+
+
+def configured(kernels: str, memory: config.Memory) -> config.Train:
+    return config.Train(compile=config.Compile("layer", kernels), memory=memory, model=config.Model(**TINY))
+
+
+def gradients(kernels: str, mode: str, backend: str | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = build(dtype, "math", layers=2)
+    cfg = configured(kernels, config.Memory("m", mode))
+    recompute.apply(model, cfg.memory)
+    apply.apply(model, cfg)
+    if backend is not None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for block in model.layers:
+            block.compile(backend=backend, fullgraph=True)
+    loss = model(*tokens())
+    loss.backward()
+    if backend is not None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+@pytest.mark.parametrize(
+    ("mode", "kernels"), [("none", "fused"), ("full", "fused"), ("selective", "fused"), ("none", "rope+swiglu_down")]
+)
+def test_equal_to_the_plain_model(kernels: str, mode: str, backend: str | None) -> None:
+    want = gradients("inductor", "none", None, torch.float64)
+    got = gradients(kernels, mode, backend, torch.float64)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert (got[name] - tensor).norm() <= 1e-13 * tensor.norm(), name
+
+
+@pytest.mark.slow
+def test_equal_under_inductor() -> None:
+    want, got = (gradients(k, "none", "inductor", torch.float32) for k in ("inductor", "fused"))
+    for name, tensor in want.items():
+        assert (got[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def saved_elements(kernels: str, mode: str = "none") -> int:
+    """A token, of what one compiled layer keeps for backward."""
+    torch._dynamo.reset()
+    model = build(torch.float32, "flash", layers=1, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=192)
+    cfg = configured(kernels, config.Memory("m", mode))
+    recompute.apply(model, cfg.memory)
+    apply.apply(model, cfg)
+    model.layers[0].compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage
+        return tensor
+
+    model.saving = lambda _: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    model(*tokens(4, 64)).backward()
+    return sum(s.nbytes() for s in seen.values()) // 4 // 256
+
+
+def test_compiled_layers_keep_no_more_than_inductors() -> None:
+    plain = saved_elements("inductor")
+    assert saved_elements("swiglu+rope") == plain
+    assert saved_elements("swiglu_down") == plain - 192  # the product, one for each of the ffn
+    assert saved_elements("swiglu+rope", "selective") == saved_elements("inductor", "selective")
