@@ -102,8 +102,8 @@ def _build(
     )
     with torch.device("meta"):
         model = Transformer(model_cfg, "auto")
-    model.to(compute_dtype(cfg, device)).to_empty(device=device)
-    model.init_weights(0)
+    model.to(compute_dtype(cfg, device))
+    model.materialise(device, 0)
     if args.compile:
         model.compile_layers()
     return build(model, cfg, Dims.of(cfg, args.nproc, rank, device))

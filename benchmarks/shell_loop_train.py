@@ -34,8 +34,8 @@ def main() -> None:
     with torch.device("meta"):
         model = Transformer(cfg.model, "math" if device.type == "cpu" else "flash")
     model.to(param_dtype(cfg, DTYPES[cfg.precision.name]))
-    model.to_empty(device=device)
-    model.init_weights(cfg.seed)
+    if cfg.reduction.name != "fsdp":
+        model.materialise(device, cfg.seed)
     dp = build(model, cfg, Dims.of(cfg, world, rank, device))
     assert cfg.global_batch is not None and cfg.grad_accum is not None
     source = data.build(cfg.data, cfg.model.vocab, cfg.seq_len, cfg.global_batch, cfg.seed, device)

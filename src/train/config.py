@@ -30,6 +30,16 @@ def _show(value: object) -> str:
 
 
 @dataclass
+class RopeScaling:
+    """Of the rotary frequencies, as in Llama 3.1; see train.model.rope. The defaults are that model's, unscaled."""
+
+    factor: float = 1.0  # what wavelengths beyond the trained context are stretched by; 1 for no scaling
+    low_freq_factor: float = 1.0  # turns in the original context: below, stretched whole
+    high_freq_factor: float = 4.0  # above, kept
+    original_max_position: float = 8192.0  # the context it was trained with
+
+
+@dataclass
 class Model:
     """A Llama-style decoder. MISSING ("???") fields are given by every option of conf/model."""
 
@@ -45,8 +55,7 @@ class Model:
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before the rotation
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    # Llama 3.1's frequency scaling: {factor, low_freq_factor, high_freq_factor, original_max_position}; null for none
-    rope_scaling: Optional[dict[str, float]] = None
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_cache: bool = True  # compute the cos/sin tables once per process instead of in every layer and recompute
     experts: int = 0  # networks in place of each layer's feed-forward; 0: a dense model
     experts_per_token: int = 0  # of which a token goes to so many

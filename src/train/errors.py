@@ -56,7 +56,8 @@ def _value(cause: OmegaConfBaseException, text: str, args: list[str], where: str
     if not key and (quoted := re.search(r"Key '([^']+)'", text)):
         key = quoted[1]
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) or "is not in struct" in str(cause):
-        return where + _unknown(str(cause.full_key or key) if where else key, args)
+        full = str(cause.full_key or key)
+        return where + _unknown(full if where or full.startswith(f"{key}.") else key, args)  # inside a mapping
     value = _argument(key, args) if not where else ""
     if not value and (shown := re.search(r"Value '(.*?)'", text, re.DOTALL)):
         value = shown[1]

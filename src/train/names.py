@@ -34,7 +34,12 @@ def _walk(cls: Any, prefix: str) -> list[tuple[str, Any]]:
 
 def is_group(key: str) -> bool:
     """Whether a key is a group of options that every point has."""
-    return dataclasses.is_dataclass(hints().get(key))
+    return "." not in key and dataclasses.is_dataclass(hints().get(key))
+
+
+@lru_cache(maxsize=1)
+def _groups() -> list[Any]:
+    return [hint for key, hint in hints().items() if is_group(key)]
 
 
 def optional(hint: Any) -> bool:
@@ -52,7 +57,8 @@ def words(hint: Any) -> str:
     """`an integer`, `a number`, …, for the type of a key."""
     inner = plain(hint)
     if dataclasses.is_dataclass(inner):
-        return "the name of an option"
+        known = ", ".join(f.name for f in dataclasses.fields(inner))
+        return "the name of an option" if inner in _groups() else f"a mapping of {known}"
     if inner == Degree:
         return "an integer or auto"
     if get_origin(inner) is Union:

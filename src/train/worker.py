@@ -1,44 +1,40 @@
 """One rank: read the frozen point, build, loop, measure. Run as `python -m train.worker FOLDER SCRATCH` or by a fork."""
 
 import faulthandler
-import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+<<<<<<< HEAD
 from train import checkpoint, data, determinism, faults, seeds
 from train.config import ConfigError, Train, load
 from train.kernels import apply as kernels
 from train.kernels import backend
+=======
+from train import checkpoint, seeds, summary
+>>>>>>> main
 from train.launch import failure, process, rendezvous, stacks
-from train.launch.heartbeat import Heartbeat
-from train.measure import fabric, flops, manifest, memory, peaks, telemetry, timeline
-from train.measure.breakdown import Breakdown
+from train.measure import fabric, manifest
 from train.measure.metrics import Meter
 from train.measure.trace import Trace
-from train.memory import levers
-from train.model import attention, qualified
-from train.model.transformer import Transformer
-from train.parallel import async_tp, balance, context, expert, pipeline, tensor
-from train.parallel.build import DTYPES, build, param_dtype
-from train.parallel.dims import DATA, Dims
-from train.parallel.round import Islands, Round
+from train.parallel.dims import DATA
+from train.prepare import Prepared
 from train.replay import passes
+from train.sweep.freeze import write_json
 
 
-class Rank:
-    """Everything that one rank holds while it trains a point."""
+class Rank(Prepared):
+    """The loop of one rank."""
 
+<<<<<<< HEAD
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.born = float(os.environ.get("MFU_SWEEP_SPAWNED", time.monotonic()))  # the supervisor's, same clock
         self.folder, self.scratch = folder, scratch
@@ -179,6 +175,10 @@ class Rank:
         return {"flops": known.flops, "source": known.source, "kind": known.kind, "device": self.device_name}
 
     # ---- train -------------------------------------------------------------------------------------------------------
+=======
+    fabric: dict[str, Any] | None = None
+    checkpoints: checkpoint.Checkpoints | None = None
+>>>>>>> main
 
     def rows(self, step: int, index: int) -> torch.Tensor:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
@@ -190,14 +190,6 @@ class Rank:
         """Linear warm-up over warmup_steps, constant after."""
         o = self.cfg.optim
         return o.lr * min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else o.lr
-
-    def probe_fabric(self) -> None:
-        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
-        wanted = self.cfg.fabric
-        if wanted or (wanted is None and self.device.type == "cuda"):
-            cache = self.folder.parent / ".sweep" / "fabric.json"
-            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
-            self.mark("fabric")
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data)."""
@@ -295,14 +287,13 @@ class Rank:
             self.after_step(step)
         self.replay.end(name, self.scratch, self.rank, self.world, self.host_group)
 
-    # ---- tell --------------------------------------------------------------------------------------------------------
-
     def mark(self, phase: str) -> None:
         """Seconds since the last mark belong to `phase`."""
         if self.device.type == "cuda" and phase in ("compile", "train"):
             torch.cuda.synchronize()
         self.seconds[phase] = time.monotonic() - self.born - sum(self.seconds.values())
 
+<<<<<<< HEAD
     def engine(self) -> dict[str, Any]:
         """What ran, for a reader of this one file; config.yaml has all of it."""
         cfg = self.cfg
@@ -369,25 +360,30 @@ class Rank:
         result["rank_stages"], result["rank_idle"] = (found.pop(key)[self.rank] for key in ("rank_stages", "rank_idle"))
         self.pipelined = found
 
+=======
+>>>>>>> main
     def tell(self, meter: Meter) -> None:
         """The result of the measured pass, then the second one where it is asked for."""
-        result: dict[str, Any] = {"rank_peak_mem_gib": meter.round_peak, "rank_step_peak_mem_gib": meter.step_peak}
-        result |= {"memory_by_kind": self.breakdown.kinds, "rank_host_peak_gib": memory.host_peak()}
-        self.report_pipeline(result)
-        self.experts = self.balance.report() if self.balance is not None else None
-        if self.rank == 0:
-            result["summary"] = self.summary()
+        result = summary.result(self, meter)
         if self.replay is not None:
             self.again("second")
             self.mark("replay")
-        write(self.scratch / f"result-{self.rank}.json", result)
+        write_json(self.scratch / f"result-{self.rank}.json", result, sync=False)
+
+    def probe_fabric(self) -> None:
+        """Links and collectives of these ranks, measured once a host and sweep; on a CPU only when asked for."""
+        wanted = self.cfg.fabric
+        if wanted or (wanted is None and self.device.type == "cuda"):
+            cache = self.folder.parent / ".sweep" / "fabric.json"
+            self.fabric = fabric.cached(cache, self.device, self.rank, self.world)
+            self.mark("fabric")
 
     def run(self) -> None:
         """The story of a rank."""
         self.set_device()
         fresh = passes.current() == "fresh"
         if self.local_rank == 0 and not fresh:
-            write(self.scratch / "manifest.json", manifest.collect(self.device))
+            write_json(self.scratch / "manifest.json", manifest.collect(self.device), sync=False)
         rendezvous.gloo_interface()
         if self.world > 1:
             # longer than the heartbeat's limit: the supervisor ends a hang and names its culprit, not a victim's timeout
@@ -403,7 +399,7 @@ class Rank:
         if fresh:
             self.again("fresh")
             if self.rank == 0:
-                passes.conclude(self.folder, self.scratch, write, time.monotonic() - self.born)
+                passes.conclude(self.folder, self.scratch, time.monotonic() - self.born)
         else:
             self.train(meter)
             self.tell(meter)
@@ -417,13 +413,6 @@ class Rank:
             dist.destroy_process_group()
         if again:
             passes.become_fresh(self.folder, self.scratch)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """JSON into the scratch folder, whole or not at all."""
-    temp = path.with_suffix(f".{os.getpid()}")
-    temp.write_text(json.dumps(content))
-    temp.replace(path)
 
 
 def run(folder: str, scratch: str) -> int:
@@ -441,7 +430,7 @@ def run(folder: str, scratch: str) -> int:
         return 0
     except BaseException as e:
         record = failure.describe(e, rank.heart.step if rank else -1, getattr(rank, "device", None))
-        write(Path(scratch) / f"error-{os.environ['RANK']}.json", record)
+        write_json(Path(scratch) / f"error-{os.environ['RANK']}.json", record, sync=False)
         traceback.print_exc()
         return 1
     finally:

@@ -54,6 +54,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "optim.lr=inf": ("optim.lr=inf", "a number between 0 and 1000"),
     "optim.lr=fast": ("optim.lr=fast", "a number between 0 and 1000"),
     "optim.beta2=1": ("optim.beta2=1.0", "a number between 0 and"),
+    "model.rope_scaling=null": ("model.rope_scaling=null", "a mapping of factor, low_freq_factor"),
+    "model.rope_scaling={facto:8}": ("model.rope_scaling.facto", "did you mean model.rope_scaling.factor?"),
+    "model.rope_scaling.factor=0.5": ("model.rope_scaling.factor=0.5", "a number between 1 and"),
+    "model.rope_scaling.high_freq_factor=1": (
+        "high_freq_factor=1.0",
+        "must be above model.rope_scaling.low_freq_factor=1",
+    ),
     "model.dim=null": ("model.dim=null", "an integer between"),
     "model.tied=maybe": ("model.tied=maybe", "true or false"),
     "timeout=0": ("timeout=0", "between 0.1 and", "or null"),

@@ -28,8 +28,9 @@ def grouped_flops(x: tuple, w: tuple, *_: object, **__: object) -> int:
 def counted(model: config.Model, mode: str) -> float:
     """What the counter sees in one forward and backward, per token. It counts matmuls, attention over the whole square
     (math path: two batched matmuls), and recompute."""
-    built = Transformer(model, "math")
-    built.init_weights(0)
+    with torch.device("meta"):
+        built = Transformer(model, "math")
+    built.materialise(torch.device("cpu"), 0)
     recompute.apply(built, config.Memory("m", mode))
     drawn = torch.randint(model.vocab, (ROWS, LENGTH + 1))
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_flops}) as counter:

@@ -57,8 +57,11 @@ def configuration(case: Case) -> config.Train:
 
 def setup(rank: int, world: int, case: Case) -> tuple[config.Train, Any, Transformer]:
     cfg, device = configuration(case), torch.device(case.device)
-    model = Transformer(cfg.model, case.attention).to(param_dtype(cfg, DTYPES[case.dtype])).to(device)
-    model.init_weights(0)
+    with torch.device("meta"):
+        model = Transformer(cfg.model, case.attention)
+    model.to(param_dtype(cfg, DTYPES[case.dtype]))
+    if case.reduction != "fsdp":
+        model.materialise(device, 0)
     levers.apply(model, cfg.memory, device)
     offload = getattr(model.saving, "__self__", None)
     if isinstance(offload, Offload):

@@ -69,8 +69,7 @@ def model_of(memory: dict[str, Any], compiled: bool = False) -> tuple[Transforme
     cfg = config.Memory("m", **memory)
     with torch.device("meta"):
         model = Transformer(m, "flash").to(torch.bfloat16)
-    model.to_empty(device=CUDA)
-    model.init_weights(0)
+    model.materialise(CUDA, 0)
     levers.apply(model, cfg, CUDA)
     if compiled:
         model.compile_layers()

@@ -95,9 +95,9 @@ def test_random_numbers_and_collectives_are_kept_whatever_the_targets() -> None:
 @pytest.mark.parametrize("changes", [{}, SQUARE, {"kv_heads": 4, "head_dim": 6}], ids=str)
 def test_hfu_counts_what_runs_again(keys: dict, changes: dict) -> None:
     model = config.Model(**{**TINY, "layers": 3, **changes})
-    with torch.device("cpu"):
+    with torch.device("meta"):
         built = Transformer(model, "math")
-    built.init_weights(0)
+    built.materialise(torch.device("cpu"), 0)
     recompute.apply(built, memory("selective", **keys))
     with FlopCounterMode(display=False) as counter:
         built(*tokens(2, 12)).backward()

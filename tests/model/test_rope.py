@@ -9,7 +9,7 @@ from tests.model.tiny import TINY, build, tokens
 from train import config
 from train.model import rope
 
-LLAMA = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192.0}
+LLAMA = config.RopeScaling(factor=32.0)
 
 
 def model(**changes: object) -> config.Model:

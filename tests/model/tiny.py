@@ -11,8 +11,7 @@ TINY = {"name": "tiny", "dim": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head
 def build(dtype: torch.dtype = torch.float64, path: str = "math", seed: int = 0, **changes: object) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config.Model(**{**TINY, **changes}), path).to(dtype)
-    model.to_empty(device="cpu")
-    model.init_weights(seed)
+    model.materialise(torch.device("cpu"), seed)
     return model
 
 

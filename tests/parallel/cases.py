@@ -151,23 +151,23 @@ def moe(case: Case) -> dict[str, Any]:
 def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Module:
     """The same weights on every call; with `dims` this rank's part of them."""
     torch.manual_seed(0)
-    model: nn.Module
+    dtype = param_dtype(cfg, DTYPES[case.dtype])
     if case.model == "odd":
-        model = Odd(case.widths, case.unused)
-    else:
+        return Odd(case.widths, case.unused).to(dtype)
+    with torch.device("meta"):
         model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
             tensor.apply(model, dims)
             expert.apply(model, cfg, dims)
             pipeline.prune(model, cfg, dims)
             context.apply(model, dims, case.cp_method)
-        model.to_empty(device="cpu")
-        model.init_weights(0)
-        _levers(model, cfg)
-        kernels.apply(model, cfg)
-        if case.compiled:
-            model.compile_layers()
-    return model.to(param_dtype(cfg, DTYPES[case.dtype]))
+    model.to(dtype)
+    if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
+        model.materialise(CPU, 0)
+    _levers(model, cfg)
+    if case.compiled:
+        model.compile_layers()
+    return model
 
 
 def _levers(model: Transformer, cfg: config.Train) -> None:
@@ -188,7 +188,9 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     cfg = configuration(case)
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     dims = Dims.of(cfg, world, rank, device)
-    model = make_model(case, cfg, dims).to(device)
+    model = make_model(case, cfg, dims)
+    if device.type != "cpu":
+        model.to(device)
     balance = Balance(model, cfg.model, dims) if case.model == "even_moe" else None
     dp = build(model, cfg, dims)
     cfg.micro_batch = ROWS // dims.size(*DATA) // case.grad_accum

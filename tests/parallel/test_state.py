@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.parallel import cases
 from tests.parallel.cases import Case
@@ -77,3 +78,30 @@ def test_a_checkpoint_of_another_layout_is_refused() -> None:
     state["norm.weight.weight"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"norm\.weight\.weight has shape \[3\], not \[24\]"):
         dps[0].load_state_dict(state)
+
+
+def most_at_once(rank: int, world: int, case: Case) -> tuple[int, int, int]:
+    """fsdp from the meta device: the most bytes of parameters that a rank had at any time of the build, those of the whole
+    model, and those of one layer and of what is outside the layers."""
+    cfg = cases.configuration(case)
+    model = cases.make_model(case, cfg, Dims.of(cfg, world, rank, CPU))
+    sizes = {name: p.numel() * p.itemsize for name, p in model.named_parameters()}
+    seen = []
+    make = model.materialise
+
+    def watched(*args: object) -> None:
+        make(*args)
+        parameters = [p for p in model.parameters() if not p.is_meta]
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        seen.append(sum(t.untyped_storage().nbytes() for t in local))
+
+    model.materialise = watched
+    build(model, cfg, Dims.of(cfg, world, rank, CPU)).close()
+    layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    return max(seen), sum(sizes.values()), layer + sum(s for n, s in sizes.items() if not n.startswith("layers."))
+
+
+def test_fsdp_never_holds_the_whole_model(four: Ranks) -> None:
+    for most, whole, piece in four.run(most_at_once, Case("fsdp", model="even", layers=16)):
+        assert most <= piece + 0.3 * whole  # a quarter of it is here to stay, with padding
+        assert most < 0.7 * whole

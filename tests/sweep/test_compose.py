@@ -41,7 +41,7 @@ CHOICES = {
     "model": ["debug", "llama3_1b", "qwen3_0_6b"], "reduction": ["ddp", "zero2", "fsdp"], "data": ["fake", "text"],
     "memory": ["none", "full_recompute"], "micro_batch": ["1", "8"], "seed": ["0", "9223372036854775807"],
     "optim.lr": ["1e-4", "0.0001", "1"], "optim.clip_norm": ["null", "0.5"], "model.qk_norm": ["true", "false"],
-    "model.rope_scaling": ["null"],
+    "model.rope_scaling.factor": ["1", "32"],
     "name": ["'a b'", "x"], "nproc": ["null", "2"], "++env.OMP_NUM_THREADS": ["3"], "recipe": ["mfu_dense_1b_pcie"],
     "fault": ["null", "nan@1:2"], "budget.hours": ["0.5"], "grad_accum": ["2", "${micro_batch}"],
 }  # fmt: skip

@@ -20,14 +20,17 @@ def tables(
     cfg.rope_cache keeps them per process; without it they are computed anew by the same code, so the bits are equal.
     They are never rounded to bf16: its 8 bits can't tell neighbouring angles apart.
     """
-    scaling = tuple(sorted(cfg.rope_scaling.items())) if cfg.rope_scaling else ()
+    scaling = cfg.rope_scaling
+    numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position)
     compute = _cached if cfg.rope_cache else _compute
-    return compute(cfg.rope_theta, scaling, firsts, length, cfg.head_dim, _wide(dtype), device)
+    return compute(
+        cfg.rope_theta, numbers if scaling.factor != 1 else None, firsts, length, cfg.head_dim, _wide(dtype), device
+    )
 
 
 def _compute(
     theta: float,
-    scaling: tuple[tuple[str, float], ...],
+    scaling: tuple[float, float, float, float] | None,
     firsts: tuple[int, ...],
     length: int,
     head_dim: int,
@@ -37,8 +40,8 @@ def _compute(
     # inference mode off: a cached table must be usable in training whoever asked for it first
     with torch.inference_mode(False), torch.no_grad():
         frequency = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim)
-        if scaling:
-            frequency = _scale(frequency, **dict(scaling))
+        if scaling is not None:
+            frequency = _scale(frequency, *scaling)
         each = length // len(firsts)
         at = torch.cat([torch.arange(first, first + each, dtype=dtype, device=device) for first in firsts])
         angle = torch.outer(at, frequency)
@@ -49,7 +52,7 @@ _cached = functools.cache(_compute)
 
 
 def _scale(
-    frequency: Tensor, *, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_position: float
+    frequency: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_position: float
 ) -> Tensor:
     """Llama 3.1's scaling: wavelengths beyond the trained context are stretched by `factor`, short ones kept, and those
     between are interpolated by how many turns they make in the original context."""

@@ -1,6 +1,6 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Built under torch.device("meta"), then `.to_empty(device=...)` and `.init_weights(seed)`. Matrices are separate (no
+Built under torch.device("meta"), then `.materialise(device, seed)`. Matrices are separate (no
 fused QKV or gate/up), so that no backward writes through a concatenation and every parallel layout can split them.
 """
 
@@ -145,14 +145,28 @@ class Transformer(nn.Module):
         self.loss = compiled(self.loss)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter from (seed, its name) alone."""
-        for name, parameter in self.named_parameters():
-            shape = parameter.shape if self.cut is None else self.cut.whole_shape(name, parameter.shape)
-            value = initial_value(self.cfg, name, shape, seed, parameter.device)
-            parameter.copy_(value if self.cut is None else self.cut.part(name, value))
-        for buffer in self.buffers():
-            buffer.zero_()
+    def materialise(self, device: torch.device, seed: int, part: nn.Module | None = None) -> None:
+        """Give what is still on the meta device, in all of the model or one `part` of it, memory and its first value.
+
+        Parameters follow from (seed, name) alone, buffers are zero.
+        """
+        inside = set((self if part is None else part).modules())
+        for path, module in self.named_modules():
+            if module not in inside:
+                continue
+            for key, p in list(module.named_parameters(path, recurse=False)):
+                if p.is_meta:
+                    value = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                    self._fill(key, value, seed)
+                    setattr(module, key.rpartition(".")[2], value)
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    setattr(module, key, torch.zeros_like(buffer, device=device))
+
+    def _fill(self, name: str, parameter: Tensor, seed: int) -> None:
+        shape = parameter.shape if self.cut is None else self.cut.whole_shape(name, parameter.shape)
+        value = initial_value(self.cfg, name, shape, seed, parameter.device)
+        parameter.copy_(value if self.cut is None else self.cut.part(name, value))
 
 
 class Cut(Protocol):

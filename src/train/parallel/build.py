@@ -24,7 +24,8 @@ def param_dtype(cfg: config.Train, compute: torch.dtype) -> torch.dtype:
 
 
 def build(model: nn.Module, cfg: config.Train, dims: Dims) -> DataParallel:
-    """Take over `model`: this rank's part, on its device, in `param_dtype`, compiled layers before, not after.
+    """Take over `model`: this rank's part, on its device (for fsdp it may be on the meta device), in `param_dtype`, compiled
+    layers before, not after.
 
     Raises ConfigError where torch can't do what is asked for.
     """

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from train import config
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
+from train.model.transformer import Transformer
 from train.parallel import expert
 from train.parallel.adamw import AdamW, Piece, clip_scale
 from train.parallel.base import DataParallel, GradNorm, trainable
@@ -33,7 +34,7 @@ class Fsdp(DataParallel):
 
     def __init__(self, model: nn.Module, cfg: config.Train, dims: Dims, compute: torch.dtype) -> None:
         device = dims.device
-        self._dims, self._optim, self._device, self._compute = dims, cfg.optim, device, compute
+        self._dims, self._optim, self._device, self._compute, self._seed = dims, cfg.optim, device, compute, cfg.seed
         self._full = cfg.memory.optimizer_offload == "full"
         self._own_group = not dist.is_initialized()
         if self._own_group:  # one rank on its own; fully_shard wants a group all the same
@@ -75,15 +76,22 @@ class Fsdp(DataParallel):
         shard = functools.partial(fully_shard, mp_policy=policy, offload_policy=offload)
         block_shard = functools.partial(shard, reshard_after_forward=self._reshard)
         for block in self._blocks:
+            self._materialise(model, block)
             experts = getattr(getattr(block, "ffn", None), "experts", None)
             if experts is not None and self._dims.size("ep") * self._dims.size("tp") > 1:
                 mesh = self._dims.expert_shard_mesh
                 block_shard(experts, mesh=mesh, shard_placement_fn=functools.partial(_placement, shards=mesh.size(-1)))
             block_shard(block, mesh=devices, shard_placement_fn=functools.partial(_placement, shards=devices.size(-1)))
         self._prefetch(prefetch)
+        self._materialise(model, model)
         for root in roots:  # None: gathered weights of a root stay, since backward begins with them
             shard(root, mesh=devices, reshard_after_forward=False if self._keep else None)
         return model
+
+    def _materialise(self, model: nn.Module, part: nn.Module) -> None:
+        """Of a model on the meta device one part at a time, so that no rank ever holds the whole of it."""
+        if isinstance(model, Transformer):
+            model.materialise(self._device, self._seed, part)
 
     def _prefetch(self, depth: int | None) -> None:
         """Gather the weights of the next `depth` layers, in forward and in backward, while a layer computes; and a layer's

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from train.parallel.base import DataParallel
 from train.replay import compare
 from train.replay.leaves import Hasher
 from train.replay.prints import Prints
+from train.sweep.freeze import write_json
 
 PASSES = ("first", "second", "fresh")
 
@@ -85,7 +85,7 @@ class Replay:
         self._steps = []
 
 
-def conclude(folder: Path, scratch: Path, write: Callable[[Path, dict[str, Any]], None], seconds: float) -> None:
+def conclude(folder: Path, scratch: Path, seconds: float) -> None:
     """Rank 0, after the third pass: the verdict goes into its result, the first pass's leaves into leaves.jsonl.
 
     `seconds`: since the rank was started.
@@ -100,4 +100,4 @@ def conclude(folder: Path, scratch: Path, write: Callable[[Path, dict[str, Any]]
     spent = result["summary"]["seconds"]
     spent["fresh"] = seconds - sum(spent.values())
     result["summary"] |= verdict
-    write(scratch / "result-0.json", result)
+    write_json(scratch / "result-0.json", result, sync=False)

@@ -36,7 +36,9 @@ def write_atomic(path: Path, text: str, sync: bool = True) -> None:
 
 def write_json(path: Path, data: Any, sync: bool = True) -> None:
     """`data` as JSON through write_atomic."""
-    write_atomic(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n", sync)
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    # bytes of a message or file name that are no UTF-8 are lone surrogates in Python, and in JSON as \udcXX
+    write_atomic(path, text.encode(errors="backslashreplace").decode() + "\n", sync)
 
 
 def read_json(path: Path) -> Optional[dict[str, Any]]:

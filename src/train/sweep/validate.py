@@ -33,7 +33,6 @@ CHOICES = {
     **memory_rules.CHOICES,
     **moe_rules.CHOICES,
 }
-ROPE_SCALING = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position"}  # as model/rope.py takes them
 #: key → (lowest, highest); the upper ends catch typos before they cost an hour
 RANGES: dict[str, tuple[float, float]] = {
     "micro_batch": (1, 2**20),
@@ -56,6 +55,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.vocab": (1, 2**26),
     "model.norm_eps": (0, 1),
     "model.rope_theta": (1, 10**12),
+    "model.rope_scaling.factor": (1, 10**4),
+    "model.rope_scaling.low_freq_factor": (0.001, 10**4),
+    "model.rope_scaling.high_freq_factor": (0.001, 10**4),
+    "model.rope_scaling.original_max_position": (1, 10**9),
     "reduction.bucket_mib": (0.001, 2**16),
     "optim.lr": (0, 1e3),
     "optim.warmup_steps": (0, 10**9),
@@ -102,9 +105,11 @@ def values(cfg: Train) -> None:
         if not math.isfinite(value) or not low <= value <= high:
             raise ConfigError(key, value, f"must be {accepts(key)}")
     scaling = cfg.model.rope_scaling
-    if scaling is not None and set(scaling) != ROPE_SCALING:
-        shown = "{" + ",".join(f"{k}:{v:g}" for k, v in scaling.items()) + "}"
-        raise ConfigError("model.rope_scaling", shown, f"must be null or have just {', '.join(sorted(ROPE_SCALING))}")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ConfigError(
+            "model.rope_scaling.high_freq_factor", scaling.high_freq_factor,
+            f"must be above model.rope_scaling.low_freq_factor={scaling.low_freq_factor:g}",
+        )  # fmt: skip
     mesh.values(cfg)
     stages.values(cfg)
     memory_rules.values(cfg)
