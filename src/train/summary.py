@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from train.kernels import backend
 from train.measure import flops, memory, timeline
 from train.measure.metrics import Meter
 from train.parallel import tensor
@@ -61,6 +62,7 @@ def _engine(rank: "Rank") -> dict[str, Any]:
         "accumulate": cfg.reduction.accumulate,
         "recompute": cfg.memory.recompute,
         "compile": cfg.compile.name,
+        "kernels": backend.report(cfg.compile, rank.device),
         "attention": rank.attention,
         "precision": cfg.precision.name,
         "rope_cache": cfg.model.rope_cache,

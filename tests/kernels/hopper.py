@@ -21,7 +21,8 @@ ALIGNED = [["tt.divisibility", 16]]
 
 def compiled(kernel: Any, types: dict[str, str], warps: int, **constants: Any) -> dict[str, Any]:
     """`types`: of the arguments; a number with a * behind it is one that is divisible by 16."""
-    signature = {n: t.rstrip("*") if t[0] != "*" else t for n, t in types.items()} | dict.fromkeys(constants, "constexpr")
+    signature = {n: t.rstrip("*") if t[0] != "*" else t for n, t in types.items()}
+    signature |= dict.fromkeys(constants, "constexpr")
     at = {n: i for i, n in enumerate(kernel.arg_names)}
     constexprs = {(at[n],): v for n, v in constants.items()}
     attributes = {(at[n],): ALIGNED for n, t in types.items() if t[0] == "*" or t.endswith("*")}
@@ -44,7 +45,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def all_kernels() -> list[dict[str, Any]]:
-    launch = {"addresses": I64, "grads": I64, "numels": I64, "decays": F32, "blocks": "*i32", "factors": F32, "scale": F32}
+    launch = dict.fromkeys(("addresses", "grads", "numels"), I64) | dict.fromkeys(("decays", "factors", "scale"), F32)
+    launch["blocks"] = "*i32"
     adamw_constants = {
         "BETA1": 0.9, "BETA2": 0.95, "EPS": 1e-8, "MASTER": tl.float32,
         "STATE": tl.float32, "GRAD": tl.bfloat16, "WEIGHT": tl.bfloat16, "HAS_WEIGHT": True, "ALIGN": 16,
@@ -52,7 +54,7 @@ def all_kernels() -> list[dict[str, Any]]:
     }  # fmt: skip
     elementwise = {"WIDE": tl.float32, "BLOCK": swiglu.BLOCK}
     backward = dict.fromkeys(("grad", "gate", "up", "d_gate", "d_up", "out"), BF16)
-    strides = {n: "i32*" for n in ("q_row", "q_at", "q_head", "k_row", "k_at", "k_head")}
+    strides = dict.fromkeys(("q_row", "q_at", "q_head", "k_row", "k_at", "k_head"), "i32*")
     tables = {"q": BF16, "k": BF16, "out_q": BF16, "out_k": BF16, "cos": F32, "sin": F32}
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}
     return [

@@ -23,7 +23,9 @@ def test_names() -> None:
 def test_values_that_are_none(value: str) -> None:
     wrong = cfg()
     wrong.compile.kernels = value
-    with pytest.raises(config.ConfigError, match=f"^compile.kernels={value.replace('+', '.')}: must be inductor, fused, or"):
+    with pytest.raises(
+        config.ConfigError, match=f"^compile.kernels={value.replace('+', '.')}: must be inductor, fused, or"
+    ):
         validate.values(wrong)
 
 
@@ -32,8 +34,16 @@ def test_values_that_are_none(value: str) -> None:
     [
         ("fused", {"optim.name": "sign_sgd"}, "adamw is optim=adamw's update; without it: loss+swiglu+rope"),
         ("adamw", {"memory.optimizer_offload": "optimizer"}, "adamw wants its state on the device"),
-        ("loss", {"parallelism.tp": 2}, "loss takes the whole vocabulary, here it is shared by tp=2; without it: inductor"),
-        ("loss", {"memory.lm_head_kernel": "torch", "memory.lm_head_chunk": 8}, "loss is not memory.lm_head_kernel=torch"),
+        (
+            "loss",
+            {"parallelism.tp": 2},
+            "loss takes the whole vocabulary, here it is shared by tp=2; without it: inductor",
+        ),
+        (
+            "loss",
+            {"memory.lm_head_kernel": "torch", "memory.lm_head_chunk": 8},
+            "loss is not memory.lm_head_kernel=torch",
+        ),
         ("loss", {"parallelism.pp": 2, "parallelism.pp_schedule": "zbv"}, "loss has one backward"),
         ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
         ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),

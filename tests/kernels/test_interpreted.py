@@ -27,7 +27,13 @@ def test_compiled_for_hopper_they_move_16_bytes_at_once_and_spill_nothing() -> N
     assert done.returncode == 0, done.stdout + done.stderr
     found = {each["kernel"]: each for each in map(json.loads, done.stdout.splitlines())}
     # threads of an SM's 2048 that fit into its 65536 registers: half of them at least keep enough loads under way
-    most = {"adamw_kernel": 80, "cross_entropy_kernel": 64, "product_kernel": 64, "backward_kernel": 64, "rope_kernel": 64}
+    most = {
+        "adamw_kernel": 80,
+        "cross_entropy_kernel": 64,
+        "product_kernel": 64,
+        "backward_kernel": 64,
+        "rope_kernel": 64,
+    }
     for name, registers in most.items():
         assert found[name]["spilled"] == 0 and found[name]["registers"] <= registers, found[name]
         assert any("ld" in w and "v4.b32" in w for w in found[name]["widths"]), found[name]

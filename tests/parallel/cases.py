@@ -165,6 +165,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
         model.materialise(CPU, 0)
     _levers(model, cfg)
+    kernels.apply(model, cfg)
     if case.compiled:
         model.compile_layers()
     return model

@@ -33,7 +33,11 @@ def combination(cfg: Train, degrees: dict[str, int]) -> None:
         ("adamw", memory.optimizer_offload != "none", "wants its state on the device: memory.optimizer_offload=none"),
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
-        ("loss", stages.SCHEDULES[schedule].split, f"has one backward, parallelism.pp_schedule={schedule} runs it in two"),
+        (
+            "loss",
+            stages.SCHEDULES[schedule].split,
+            f"has one backward, parallelism.pp_schedule={schedule} runs it in two",
+        ),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", "swiglu" in names, "takes swiglu's place"),

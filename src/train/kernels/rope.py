@@ -27,7 +27,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple
 
 @rope.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    out_q, out_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    return out_q, out_k
 
 
 def _tables(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -195,11 +195,19 @@ def _forks_lost_the_gpu() -> bool:
 
 def _import_everything(light: bool) -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
-    left_out = ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
-    if importlib.util.find_spec("triton") is None:
-        left_out += ("train.kernels.jit",)
+    jit = () if importlib.util.find_spec("triton") else ("train.kernels.jit",)
     for module in pkgutil.walk_packages(train.__path__, "train."):
-        if not module.name.startswith(left_out):  # the command line's, with Hydra
+        if not module.name.startswith(
+            (
+                "train.sweep",
+                "train.errors",
+                "train.command_line",
+                "train.completion",
+                "train.help",
+                "train.__main__",
+                *jit,
+            )
+        ):  # the command line's, with Hydra; and what needs Triton
             _import(module.name)
     if light:
         return

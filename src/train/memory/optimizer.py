@@ -34,7 +34,7 @@ class Optimizers:
         return torch.empty(weight.shape, dtype=dtype, pin_memory=pinned).copy_(weight)
 
     def make(self, pieces: Sequence[Piece], weights: Sequence[Tensor] = ()) -> AdamW:
-        """Of `pieces`. `weights`, one for each piece or none: the device's, which follow masters on the host or of one kernel."""
+        """Of `pieces`. `weights`, one for each or none: the device's, where the optimizer makes them follow their masters."""
         optim = self._cfg.optim
         if self.full:
             return HostOptimizer(pieces, weights, optim, self._device)

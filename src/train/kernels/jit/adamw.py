@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -54,7 +55,7 @@ def adamw_kernel(
     param = tl.load(p + i, mask=mask)
     first = tl.load(m + i, mask=mask).to(MASTER) * BETA1 + grad * (1 - BETA1)
     second = tl.load(v + i, mask=mask).to(MASTER) * BETA2 + grad * grad * (1 - BETA2)
-    if MASTER == tl.float32:  # correctly rounded, as torch's are
+    if MASTER == tl.float32:  # noqa: SIM300  # correctly rounded, as torch's are
         step = tl.div_rn(first * size, tl.div_rn(tl.sqrt_rn(second), root) + EPS)
     else:
         step = first * size / (tl.sqrt(second) / root + EPS)
@@ -114,7 +115,7 @@ class Launch:
             self._pieces, **self._constants, GRAD=TYPES[grads[0].dtype], ALIGN=16 if aligned else 1, num_warps=WARPS,
         )  # fmt: skip
 
-    def _sent(self, values: list, dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+    def _sent(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         """On the device. From pinned memory: from any other the host would wait for the copy."""
         host = torch.tensor(values, dtype=dtype)
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host

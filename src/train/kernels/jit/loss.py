@@ -40,13 +40,17 @@ def cross_entropy_kernel(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
-    """[n, vocab], rows contiguous → cross-entropies [n] in fp32 (fp64 for fp64); `logits` becomes `weight` times their slope."""
+    """logits [n, vocab], its rows contiguous → cross-entropies [n], fp32 (fp64 for fp64).
+
+    `logits` becomes `weight` times the slope of the cross-entropies' sum in it.
+    """
     n, vocab = logits.shape
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(n, dtype=wide, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     cross_entropy_kernel[(n,)](
         logits, targets, losses, logits.stride(0),
-        WEIGHT=weight, VOCAB=vocab, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block, num_warps=max(4, block // 512),
+        WEIGHT=weight, VOCAB=vocab, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block,
+        num_warps=max(4, block // 512),
     )  # fmt: skip
     return losses
