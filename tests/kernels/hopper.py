@@ -63,12 +63,12 @@ def all_kernels() -> list[dict[str, Any]]:
         compiled(
             loss.cross_entropy_kernel,
             {"logits": BF16, "targets": I64, "losses": F32, "stride": "i32*"},
-            16, WEIGHT=2.0**-15, VOCAB=32768, WIDE=tl.float32, BLOCK=loss.BLOCK,
+            loss.WARPS, WEIGHT=2.0**-15, VOCAB=32768, WIDE=tl.float32, BLOCK=loss.BLOCK,
         ),
         compiled(swiglu.product_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
         compiled(swiglu.backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
         compiled(
-            rope.rope_kernel, {**tables, **lengths, **strides}, 4, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,
+            rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,
         ),
     ]  # fmt: skip
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192  # logits that a program has in registers at once
+BLOCK, WARPS = 8192, 16  # logits that a program has in registers at once: 16 a thread
 
 
 @triton.jit
@@ -51,6 +51,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
     cross_entropy_kernel[(n,)](
         logits, targets, losses, logits.stride(0),
         WEIGHT=weight, VOCAB=vocab, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block,
-        num_warps=max(4, block // 512),
+        num_warps=min(WARPS, max(1, block // 256)),
     )  # fmt: skip
     return losses

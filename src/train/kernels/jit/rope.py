@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WARPS = 4  # 16 heads of 128 are 8 elements a thread and half
+
 
 @triton.jit
 def rope_kernel(
@@ -45,6 +47,6 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple
         q, k, out_q, out_k, cos.contiguous(), sin.contiguous(), length, heads, k.shape[2],
         *q.stride()[:3], *k.stride()[:3],
         SIGN=-1 if inverse else 1, HALF=d // 2, LANES=triton.next_power_of_2(d // 2),
-        HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(k.shape[2]), num_warps=4,
+        HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(k.shape[2]), num_warps=WARPS,
     )  # fmt: skip
     return out_q, out_k
