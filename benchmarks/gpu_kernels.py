@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def milliseconds(call: Timed, repeats: int) -> float:
 def difference(got: Any, want: Any) -> float:
     """Largest, over tensors, of the largest difference relative to the largest value."""
     pairs = zip(got, want, strict=True) if isinstance(got, (tuple, list)) else [(got, want)]
-    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+    return max(float(((a - b.to(a.dtype)).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
 def randn(*shape: int, grad: bool = True) -> Tensor:
@@ -141,9 +142,15 @@ def head(m: config.Model, tokens: int) -> Iterator[Pair]:
 
 
 def both_ways(
-    name: str, function: Callable[..., Any], ours: Callable[..., Any], inputs: list[Tensor], more: tuple[Tensor, ...], m: config.Model
+    name: str,
+    function: Callable[..., Any],
+    ours: Callable[..., Any],
+    inputs: list[Tensor],
+    more: tuple[Tensor, ...],
+    m: config.Model,
 ) -> Iterator[Pair]:
     """Forward, and backward, of a function of a layer."""
+    torch._functorch.config.donated_buffer = False  # which would refuse to run a backward again
     compiled = torch.compile(function, fullgraph=True)
     outs = [f(*inputs, *more) for f in (compiled, ours)]
     outs = [o if isinstance(o, tuple) else (o,) for o in outs]
@@ -236,7 +243,9 @@ def main() -> None:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", default=",".join(CASES), help="(default: %(default)s)")
-    p.add_argument("--tokens", type=int, default=16 * 2048, help="of a micro-batch, rows of 2048 (default: %(default)s)")
+    p.add_argument(
+        "--tokens", type=int, default=16 * 2048, help="of a micro-batch, rows of 2048 (default: %(default)s)"
+    )
     p.add_argument("--repeats", type=int, default=20)
     p.add_argument("--tune", action="store_true", help="time other blocks and warps too")
     p.add_argument("--out", type=Path, help="JSON")

@@ -58,15 +58,15 @@ def all_kernels() -> list[dict[str, Any]]:
     tables = {"q": BF16, "k": BF16, "out_q": BF16, "out_k": BF16, "cos": F32, "sin": F32}
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}
     return [
-        compiled(adamw.advance_kernel, {"step": F32, "factors": F32, "lr": "fp32"}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
+        compiled(adamw.adamw_advance_kernel, {"step": F32, "factors": F32, "lr": "fp32"}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
         compiled(adamw.adamw_kernel, {**launch, "lr": "fp32", "pieces": "i32"}, adamw.WARPS, **adamw_constants),
         compiled(
             loss.cross_entropy_kernel,
             {"logits": BF16, "targets": I64, "losses": F32, "stride": "i32*"},
             loss.WARPS, WEIGHT=2.0**-15, VOCAB=32768, WIDE=tl.float32, BLOCK=loss.BLOCK,
         ),
-        compiled(swiglu.product_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
-        compiled(swiglu.backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
+        compiled(swiglu.swiglu_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
+        compiled(swiglu.swiglu_backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
         compiled(
             rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,
         ),

@@ -30,8 +30,8 @@ def test_compiled_for_hopper_they_move_16_bytes_at_once_and_spill_nothing() -> N
     most = {
         "adamw_kernel": 80,
         "cross_entropy_kernel": 64,
-        "product_kernel": 64,
-        "backward_kernel": 64,
+        "swiglu_kernel": 64,
+        "swiglu_backward_kernel": 64,
         "rope_kernel": 64,
     }
     for name, registers in most.items():

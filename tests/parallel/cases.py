@@ -1,9 +1,11 @@
 """What ranks run: a few optimizer steps of a small model, and what came of them."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,7 @@ class Case:
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
     kernels: str = "inductor"  # compile.kernels
+    backend: str = "aot_eager"  # the graphs that inductor would get, without minutes of a C++ compiler
     steps: int = 3
     clip_norm: float | None = 0.05  # below the norms met here: clipping happens
     beta1: float = 0.0  # the first moment is then the clipped gradient itself
@@ -167,7 +170,8 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     _levers(model, cfg)
     kernels.apply(model, cfg)
     if case.compiled:
-        model.compile_layers()
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=case.backend)):
+            model.compile_layers()
     return model
 
 

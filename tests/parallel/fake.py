@@ -1,7 +1,6 @@
-"""python -m tests.parallel.fake CONFIG.yaml RANK: one rank builds and steps a configuration at its full size, on fake tensors
-and a fake process group: shapes, groups and collectives are real, nothing is computed or sent."""
+"""One rank builds and steps a configuration at its full size, on fake tensors and a fake process group: shapes, groups and
+collectives are real, nothing is computed or sent."""
 
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +21,9 @@ from train.parallel.build import DTYPES, build, param_dtype
 from train.parallel.dims import EXPERT_REDUCE, ISLAND, REDUCE, TOKENS, Dims
 
 
-def main(file: str, rank: int) -> None:
-    cfg = config.load(Path(file))
+def main(file: Path, rank: int) -> int:
+    """Elements of the master weights that the rank owns. In a process that has no process group."""
+    cfg = config.load(file)
     assert cfg.nproc is not None and cfg.grad_accum is not None
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.nproc)
     device = torch.device("cpu")
@@ -44,8 +44,7 @@ def main(file: str, rank: int) -> None:
         loss = pipelined(model, cfg, dims) if dims.size("pp") > 1 else accumulated(dp, cfg, dims)
         norm = dp.step(1e-3)
     assert loss.shape == norm.shape == ()
-    owned = sum(t.numel() for name, t in dp.shard_items() if name.endswith(".weight"))
-    print(owned)
+    return sum(t.numel() for name, t in dp.shard_items() if name.endswith(".weight"))
 
 
 def accumulated(dp: DataParallel, cfg: config.Train, dims: Dims) -> torch.Tensor:
@@ -70,7 +69,3 @@ def shapes_are_known(_: Any, stages: list[Any], *__: Any, **___: Any) -> None:
     """In place of the vote by which the ranks of a pipeline agree that they are: nobody else is there to vote."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

@@ -23,7 +23,15 @@ def one_process(case: Case) -> Outcome:
 
 def reference(case: Case) -> Outcome:
     """One process, plain AdamW on all gradients, same rows, micro-batches that hold all ranks' rows."""
-    same = {"accumulate": None, "reshard": None, "prefetch": None, "dp_replicate": -1, "compiled": False, "memory": ()}
+    same = {
+        "accumulate": None,
+        "reshard": None,
+        "prefetch": None,
+        "dp_replicate": -1,
+        "compiled": False,
+        "backend": "",
+        "memory": (),
+    }
     same |= {"pp_schedule": None, "pp_virtual": None}
     return one_process(replace(case, reduction="ddp", tp=1, cp=1, pp=1, **same))
 
@@ -142,7 +150,7 @@ def test_no_clipping_still_gives_the_norm(two: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiled_layers(two: Ranks, reduction: str) -> None:
-    case = Case(reduction, dtype="fp32", compiled=True)
+    case = Case(reduction, dtype="fp32", compiled=True, backend="inductor")
     assert_equal_runs(two.run(cases.train, case), reference(case), [1e-5, 1e-4, 1e-4])
 
 

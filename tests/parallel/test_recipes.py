@@ -1,5 +1,6 @@
 """Recipes of many ranks: valid as they are, and built and stepped at their full size."""
 
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,14 @@ import pytest
 import yaml
 
 from tests.helpers import ROOT, environment
+from tests.parallel import fake
 from train import config
 from train.measure import flops
 from train.parallel import mesh
 from train.sweep import freeze, validate
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.parallel.fake"])
 MANY = [p.stem for p in sorted((ROOT / "conf" / "recipe").glob("*.yaml")) if "nproc:" in p.read_text()]
 
 
@@ -42,10 +46,8 @@ def test_builds_and_steps_at_full_size(recipe: str, tmp_path: Path) -> None:
     owned = []
     pp = int(cfg.parallelism.pp)  # one rank of every stage
     for rank in (0, cfg.nproc - 1) if pp == 1 else range(0, cfg.nproc, cfg.nproc // pp):
-        command = [sys.executable, "-m", "tests.parallel.fake", str(tmp_path / "config.yaml"), str(rank)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
-        assert done.returncode == 0, done.stderr[-3000:]
-        owned.append(int(done.stdout.split()[-1]))
+        with FORKS.Pool(1) as process:  # a process of its own, as a rank has
+            owned.append(process.apply(fake.main, (tmp_path / "config.yaml", rank)))
     # together the ranks of an island hold every parameter at least once, and no more than padding and norms above
     island = cfg.nproc // int(cfg.parallelism.dp_replicate)
     together = owned[0] * island if pp == 1 else sum(owned) * island // pp

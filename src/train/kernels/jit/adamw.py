@@ -16,7 +16,7 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: t
 
 
 @triton.jit
-def advance_kernel(step, factors, lr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
+def adamw_advance_kernel(step, factors, lr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
     """One program: counts the step; `factors` [2] become lr / (1 - beta1**step) and sqrt(1 - beta2**step), worked out in fp64
     since the differences cancel, and once: in every program of the update it would cost as much as the update."""
     now = tl.load(step) + 1
@@ -108,7 +108,7 @@ class Launch:
         addresses = [g.data_ptr() for g in grads]
         if addresses != self._last:
             self._grads, self._last = self._sent(addresses, torch.int64), addresses
-        advance_kernel[(1,)](step, self._factors, lr, **self._logs, num_warps=1)
+        adamw_advance_kernel[(1,)](step, self._factors, lr, **self._logs, num_warps=1)
         aligned = self._aligned and all(a % 16 == 0 for a in addresses)
         adamw_kernel[(len(self._blocks),)](
             self._addresses, self._grads, self._numels, self._decays, self._blocks, self._factors, scale, lr,

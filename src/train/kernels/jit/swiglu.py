@@ -9,7 +9,7 @@ BLOCK, WARPS = 2048, 8  # 8 elements a thread: 16 bytes of each bf16 tensor
 
 
 @triton.jit
-def product_kernel(gate, up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(gate, up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """out = silu(gate) * up, of one block."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
@@ -18,7 +18,7 @@ def product_kernel(gate, up, out, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(
+def swiglu_backward_kernel(
     grad, gate, up, d_gate, d_up, out, n, AGAIN: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """From the product's gradient those of gate and up, and if AGAIN the product itself, which w_down's gradient needs."""
@@ -40,7 +40,7 @@ def product(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     n = gate.numel()
-    product_kernel[(triton.cdiv(n, BLOCK),)](gate, up, out, n, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS)
+    swiglu_kernel[(triton.cdiv(n, BLOCK),)](gate, up, out, n, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS)
     return out
 
 
@@ -49,7 +49,7 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, again: bool) -> tuple[Tenso
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     results = tuple(torch.empty_like(gate) for _ in range(3 if again else 2))
     n = gate.numel()
-    backward_kernel[(triton.cdiv(n, BLOCK),)](
+    swiglu_backward_kernel[(triton.cdiv(n, BLOCK),)](
         grad, gate, up, *results[:2], results[-1], n, AGAIN=again, WIDE=_wide(gate), BLOCK=BLOCK, num_warps=WARPS
     )
     return results
