@@ -8,8 +8,6 @@ from torch import Tensor
 
 from train import config
 from train.kernels import adamw, loss
-from train.kernels.jit.adamw import Launch
-from train.kernels.jit.loss import cross_entropy
 from train.model import loss as plain_loss
 
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
@@ -29,6 +27,8 @@ def adamw_case(
     steps: int = 3,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Steps by the kernel and by the plain form; what each leaves: masters, moments and weights."""
+    from train.kernels.jit.adamw import Launch
+
     optim = config.Optim("adamw", weight_decay=0.1)
     masters = [randn(n + offset, seed=i, device=device)[offset:] for i, n in enumerate(sizes)]
     decays = [0.1 if i % 2 else 0.0 for i in range(len(sizes))]
@@ -55,6 +55,8 @@ def adamw_case(
 
 def loss_case(n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
     """[cross-entropies, slope], by the kernel and by the plain form."""
+    from train.kernels.jit.loss import cross_entropy
+
     logits = 4 * randn(n, vocab, dtype=dtype, device=device)
     targets = torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(1)).to(device)
     targets[0], targets[-1] = 0, vocab - 1

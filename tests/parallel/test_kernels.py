@@ -45,3 +45,12 @@ def test_meshes_and_levers(two: Ranks, case: Case) -> None:
 def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> None:
     for out in two.run(cases.train, Case(reduction, dtype="bf16", kernels="fused")):
         assert all(torch.equal(w, out.weights[-1][name].bfloat16()) for name, w in out.model.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "fsdp"])
+def test_two_gpus(nccl: Ranks, reduction: str) -> None:
+    case = Case(reduction, grad_accum=2, lr=2**-7, kernels="fused")  # the kernel takes lr in fp32
+    expected = reference(replace(case, kernels="inductor"))
+    assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)
