@@ -80,7 +80,7 @@ class Prepared:
         if cfg.reduction.name != "fsdp":  # which makes a layer at a time and keeps its shard
             model.materialise(self.device, cfg.seed)
         levers.apply(model, cfg.memory, self.device)
-        kernels.apply(model, cfg)
+        self.kernels = kernels.apply(model, cfg, self.device)
         if cfg.compile.name == "layer":
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them

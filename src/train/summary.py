@@ -3,7 +3,6 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from train.kernels import backend
 from train.measure import flops, memory, timeline
 from train.measure.metrics import Meter
 from train.parallel import tensor
@@ -62,7 +61,7 @@ def _engine(rank: "Rank") -> dict[str, Any]:
         "accumulate": cfg.reduction.accumulate,
         "recompute": cfg.memory.recompute,
         "compile": cfg.compile.name,
-        "kernels": backend.report(cfg.compile, rank.device),
+        "kernels": rank.kernels,
         "attention": rank.attention,
         "precision": cfg.precision.name,
         "rope_cache": cfg.model.rope_cache,

@@ -43,12 +43,12 @@ def adamw_case(
         for t in range(steps):
             grads = [randn(n, seed=100 * t + i, dtype=grad, device=device) for i, n in enumerate(sizes)]
             if launch is not None:
-                launch(grads, scale, step, 1e-2)
+                launch(grads, scale, step, 1e-2 / (t + 1))
                 continue
             step += 1
             for i, g in enumerate(grads):
                 w = weights[i] if weight else None
-                adamw.reference(p[i], g, *moments[i], w, scale, step, 1e-2, decays[i], optim)
+                adamw.reference(p[i], g, *moments[i], w, scale, step, 1e-2 / (t + 1), decays[i], optim)
         left.append([*p, *(m for pair in moments for m in pair), *weights])
     return left[0], left[1]
 

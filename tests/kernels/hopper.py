@@ -58,8 +58,8 @@ def all_kernels() -> list[dict[str, Any]]:
     tables = {"q": BF16, "k": BF16, "out_q": BF16, "out_k": BF16, "cos": F32, "sin": F32}
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}
     return [
-        compiled(adamw.adamw_advance_kernel, {"step": F32, "factors": F32, "lr": "fp32"}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
-        compiled(adamw.adamw_kernel, {**launch, "lr": "fp32", "pieces": "i32"}, adamw.WARPS, **adamw_constants),
+        compiled(adamw.adamw_advance_kernel, {"step": F32, "factors": F32}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
+        compiled(adamw.adamw_kernel, {**launch, "pieces": "i32"}, adamw.WARPS, **adamw_constants),
         compiled(
             loss.cross_entropy_kernel,
             {"logits": BF16, "targets": I64, "losses": F32, "stride": "i32*"},

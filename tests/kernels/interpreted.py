@@ -45,7 +45,7 @@ def test_loss_of_logits_far_from_zero() -> None:
 def test_swiglu(dtype: torch.dtype) -> None:
     grad, gate, up = (randn(3, 1000, seed=i, dtype=dtype) * 4 for i in range(3))
     got = swiglu_both(grad, gate, up)
-    given.close(got, plainly(swiglu_both, grad, gate, up), ulps=1)
+    given.close(got, plainly(swiglu_both, grad, gate, up), ulps=1 if dtype == torch.bfloat16 else 4)
     assert torch.equal(got[0], got[-1])
 
 

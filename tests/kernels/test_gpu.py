@@ -53,7 +53,9 @@ def test_adamw(grad: torch.dtype, state: torch.dtype, sizes: list[int]) -> None:
 
 def test_adamw_is_torchs_fused_one() -> None:
     optim = config.Optim("adamw", weight_decay=0.1)
-    made = [[Piece(f"p{i}", randn(n, seed=i, dtype=torch.float32), i != 1) for i, n in enumerate(SIZES)] for _ in range(2)]
+    made = [
+        [Piece(f"p{i}", randn(n, seed=i, dtype=torch.float32), i != 1) for i, n in enumerate(SIZES)] for _ in range(2)
+    ]
     ours, theirs = adamw.FusedAdamW(made[0], (), optim, None), AdamW(made[1], optim)
     scale = torch.tensor(0.3, device="cuda")
     for t in range(10):
@@ -113,7 +115,10 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(16, 8, 128), (32, 8, 64), (3, 1, 24)])
 def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
-    q, k = randn(2, 100, heads, d, dtype=dtype).requires_grad_(), randn(2, 100, kv_heads, d, dtype=dtype).requires_grad_()
+    q, k = (
+        randn(2, 100, heads, d, dtype=dtype).requires_grad_(),
+        randn(2, 100, kv_heads, d, dtype=dtype).requires_grad_(),
+    )
     cfg = config.Model("m", head_dim=d)
     cos, sin = plain_rope.tables(cfg, 100, dtype, torch.device("cuda"))
     grads = [randn(*t.transpose(1, 2).shape, seed=3, dtype=dtype).transpose(1, 2) for t in (q, k)]
@@ -134,10 +139,14 @@ def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> N
 
     def gradients(used: str, dtype: torch.dtype, compiled: bool = True) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        model = build(torch.float32, "flash" if compiled else "math", layers=3, **sizes).to("cuda", torch.bfloat16).to(dtype)
+        model = (
+            build(torch.float32, "flash" if compiled else "math", layers=3, **sizes)
+            .to("cuda", torch.bfloat16)
+            .to(dtype)
+        )
         cfg = configured(used, config.Memory("m", mode if compiled else "none"))
         levers.apply(model, cfg.memory, torch.device("cuda"))
-        apply.apply(model, cfg)
+        apply.apply(model, cfg, torch.device("cuda"))
         if compiled:
             model.compile_layers()
         value = model(data[0], data[1])
@@ -152,7 +161,7 @@ def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> N
 
 @pytest.mark.parametrize("reduction", ["ddp", "fsdp"])
 def test_one_gpu(reduction: str) -> None:
-    case = Case(reduction, grad_accum=2, lr=2**-7, kernels="fused")  # the kernel takes lr in fp32
+    case = Case(reduction, grad_accum=2, kernels="fused")
     expected = reference(replace(case, kernels="inductor"))
     assert_equal_runs([cases.train(0, 1, replace(case, device="cuda"))], expected, [FP64] * 3)
 

@@ -6,8 +6,9 @@ import torch._dynamo
 
 from tests.model.tiny import TINY, build, tokens
 from train import config
-from train.kernels import apply
+from train.kernels import apply, loss, rope, swiglu
 from train.memory import recompute
+from train.model.transformer import gated
 
 
 def configured(kernels: str, memory: config.Memory) -> config.Train:
@@ -18,17 +19,17 @@ def gradients(kernels: str, mode: str, backend: str | None, dtype: torch.dtype) 
     model = build(dtype, "math", layers=2)
     cfg = configured(kernels, config.Memory("m", mode))
     recompute.apply(model, cfg.memory)
-    apply.apply(model, cfg)
+    apply.apply(model, cfg, torch.device("cpu"))
     if backend is not None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         for block in model.layers:
             block.compile(backend=backend, fullgraph=True)
-    loss = model(*tokens())
-    loss.backward()
+    value = model(*tokens())
+    value.backward()
     if backend is not None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
@@ -41,6 +42,18 @@ def test_equal_to_the_plain_model(kernels: str, mode: str, backend: str | None) 
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         assert (got[name] - tensor).norm() <= 1e-13 * tensor.norm(), name
+
+
+def test_they_are_put_in() -> None:
+    model = build()
+    cfg = configured("loss+rope+swiglu_down", config.Memory("m"))
+    assert set(apply.apply(model, cfg, torch.device("cpu"))) == {"loss", "rope", "swiglu_down"}
+    assert model.loss is loss.fused_loss
+    for block in model.layers:
+        assert block.attention.turn is rope.turn
+        assert block.ffn.down is swiglu.down and block.ffn.gated is gated
+    apply.apply(model, configured("swiglu", cfg.memory), torch.device("cpu"))
+    assert all(block.ffn.gated is swiglu.gated for block in model.layers)
 
 
 @pytest.mark.slow
@@ -56,7 +69,7 @@ def saved_elements(kernels: str, mode: str = "none") -> int:
     model = build(torch.float32, "flash", layers=1, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=192)
     cfg = configured(kernels, config.Memory("m", mode))
     recompute.apply(model, cfg.memory)
-    apply.apply(model, cfg)
+    apply.apply(model, cfg, torch.device("cpu"))
     model.layers[0].compile(backend="aot_eager_decomp_partition", fullgraph=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen = {}

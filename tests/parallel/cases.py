@@ -168,7 +168,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
         model.materialise(CPU, 0)
     _levers(model, cfg)
-    kernels.apply(model, cfg)
+    kernels.apply(model, cfg, CPU)
     if case.compiled:
         with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=case.backend)):
             model.compile_layers()

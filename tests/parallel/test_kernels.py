@@ -9,11 +9,25 @@ from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+from train.kernels import loss
+from train.kernels.adamw import FusedAdamW
+from train.model.transformer import Transformer
+from train.parallel.build import build
+from train.parallel.dims import Dims
 
 
 def check(ranks: Ranks, case: Case) -> None:
     expected = reference(replace(case, kernels="inductor"))
     assert_equal_runs(ranks.run(cases.train, case), expected, [FP64] * case.steps)
+
+
+def test_the_cases_have_them() -> None:
+    case = Case("ddp", kernels="fused")
+    cfg = cases.configuration(case)
+    model = cases.make_model(case, cfg)
+    assert isinstance(model, Transformer) and model.loss is loss.fused_loss
+    dp = build(model, cfg, Dims.of(cfg, 1, 0, torch.device("cpu")))
+    assert all(isinstance(owner, FusedAdamW) for owner in dp.owners())
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "zero2rs", "fsdp"])
@@ -51,6 +65,6 @@ def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> N
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "fsdp"])
 def test_two_gpus(nccl: Ranks, reduction: str) -> None:
-    case = Case(reduction, grad_accum=2, lr=2**-7, kernels="fused")  # the kernel takes lr in fp32
+    case = Case(reduction, grad_accum=2, kernels="fused")
     expected = reference(replace(case, kernels="inductor"))
     assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)

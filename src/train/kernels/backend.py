@@ -6,9 +6,6 @@ import os
 
 import torch
 
-from train import config
-from train.kernels import names
-
 
 def triton_runs(device: torch.device) -> bool:
     """Whether the kernels run on `device`: on GPUs where Triton is installed; on a CPU under Triton's interpreter only."""
@@ -18,8 +15,3 @@ def triton_runs(device: torch.device) -> bool:
 @functools.cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def report(cfg: config.Compile, device: torch.device) -> dict[str, str]:
-    """What ran, for the record: kernel → triton, or plain for its torch form."""
-    return dict.fromkeys(names.chosen(cfg.kernels), "triton" if triton_runs(device) else "plain")

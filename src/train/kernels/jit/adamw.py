@@ -16,20 +16,23 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: t
 
 
 @triton.jit
-def adamw_advance_kernel(step, factors, lr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
-    """One program: counts the step; `factors` [2] become lr / (1 - beta1**step) and sqrt(1 - beta2**step), worked out in fp64
-    since the differences cancel, and once: in every program of the update it would cost as much as the update."""
+def adamw_advance_kernel(step, factors, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
+    """One program: counts the step and makes `factors` [3] lr / (1 - beta1**step), sqrt(1 - beta2**step) and, as it was, lr.
+
+    In fp64, since the differences cancel; and once, since in every program of the update it would cost as much as that.
+    """
     now = tl.load(step) + 1
     tl.store(step, now)
     t = now.to(tl.float64)
     dtype = factors.dtype.element_ty
+    lr = tl.load(factors + 2).to(tl.float64)
     tl.store(factors, (lr / (1 - tl.exp(t * LOG_BETA1))).to(dtype))
     tl.store(factors + 1, tl.sqrt(1 - tl.exp(t * LOG_BETA2)).to(dtype))
 
 
 @triton.jit
 def adamw_kernel(
-    addresses, grads, numels, decays, blocks, factors, scale, lr, pieces,
+    addresses, grads, numels, decays, blocks, factors, scale, pieces,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr,
     MASTER: tl.constexpr, STATE: tl.constexpr, GRAD: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     ALIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -48,7 +51,7 @@ def adamw_kernel(
     w = tl.multiple_of(tl.load(addresses + 3 * pieces + piece).to(tl.pointer_type(WEIGHT)), ALIGN)
     g = tl.multiple_of(tl.load(grads + piece).to(tl.pointer_type(GRAD)), ALIGN)
     size, root = tl.load(factors), tl.load(factors + 1)
-    shrink = lr * tl.load(decays + piece)
+    shrink = tl.load(factors + 2) * tl.load(decays + piece)
     i = tl.load(blocks + 2 * at + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < n
     grad = tl.load(g + i, mask=mask).to(MASTER) * tl.load(scale)
@@ -69,7 +72,7 @@ def adamw_kernel(
 
 class Launch:
     """The list of one optimizer: tensors that stay where they are, so that a step sends the device nothing but gradients'
-    addresses, and those only when they are others than a step before."""
+    addresses and the learning rate, and those only when they are others than a step before."""
 
     def __init__(
         self,
@@ -91,8 +94,9 @@ class Launch:
         piece = torch.arange(len(masters)).repeat_interleave(counts)
         within = torch.arange(len(piece)) - (counts.cumsum(0) - counts)[piece]
         self._blocks = torch.stack((piece, within), 1).to(torch.int32).to(self._device)
-        self._pieces, self._last = len(masters), [0]
-        self._grads: Tensor | None = None
+        self._grads = torch.zeros_like(self._numels)
+        self._pieces = len(masters)
+        self._last: tuple[list[int], float | None] = ([], None)
         self._constants = {
             "BETA1": optim.beta1, "BETA2": optim.beta2, "EPS": optim.eps,
             "MASTER": TYPES[masters[0].dtype], "STATE": TYPES[moments[0][0].dtype], "WEIGHT": TYPES[follow[0].dtype],
@@ -100,19 +104,21 @@ class Launch:
             "EVEN": 8 if all(p.numel() % 8 == 0 for p in masters) else 1,
         }  # fmt: skip
         self._logs = {"LOG_BETA1": math.log(max(optim.beta1, 1e-300)), "LOG_BETA2": math.log(max(optim.beta2, 1e-300))}
-        self._factors = torch.zeros(2, dtype=masters[0].dtype, device=self._device)
+        self._factors = torch.zeros(3, dtype=masters[0].dtype, device=self._device)
 
     def __call__(self, grads: Sequence[Tensor], scale: Tensor, step: Tensor, lr: float) -> None:
-        """`grads`: contiguous, of one dtype; `scale`, and `step` of all steps before: 0-dim, on the device. `lr` travels in
-        fp32."""
+        """`grads`: contiguous, of one dtype; `scale`, and `step` of all steps before: 0-dim, on the device."""
         addresses = [g.data_ptr() for g in grads]
-        if addresses != self._last:
-            self._grads, self._last = self._sent(addresses, torch.int64), addresses
-        adamw_advance_kernel[(1,)](step, self._factors, lr, **self._logs, num_warps=1)
+        if addresses != self._last[0]:
+            self._grads.copy_(self._sent(addresses, torch.int64))
+        if lr != self._last[1]:
+            self._factors[2:].copy_(self._sent([lr], self._factors.dtype))
+        self._last = addresses, lr
+        adamw_advance_kernel[(1,)](step, self._factors, **self._logs, num_warps=1)
         aligned = self._aligned and all(a % 16 == 0 for a in addresses)
         adamw_kernel[(len(self._blocks),)](
-            self._addresses, self._grads, self._numels, self._decays, self._blocks, self._factors, scale, lr,
-            self._pieces, **self._constants, GRAD=TYPES[grads[0].dtype], ALIGN=16 if aligned else 1, num_warps=WARPS,
+            self._addresses, self._grads, self._numels, self._decays, self._blocks, self._factors, scale, self._pieces,
+            **self._constants, GRAD=TYPES[grads[0].dtype], ALIGN=16 if aligned else 1, num_warps=WARPS,
         )  # fmt: skip
 
     def _sent(self, values: list[Any], dtype: torch.dtype) -> Tensor:
