@@ -63,13 +63,11 @@ def test_equal_under_inductor() -> None:
         assert (got[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
-def saved_elements(kernels: str, mode: str = "none") -> int:
+def saved_elements(kernels: str) -> int:
     """A token, of what one compiled layer keeps for backward."""
     torch._dynamo.reset()
     model = build(torch.float32, "flash", layers=1, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=192)
-    cfg = configured(kernels, config.Memory("m", mode))
-    recompute.apply(model, cfg.memory)
-    apply.apply(model, cfg, torch.device("cpu"))
+    apply.apply(model, configured(kernels, config.Memory("m")), torch.device("cpu"))
     model.layers[0].compile(backend="aot_eager_decomp_partition", fullgraph=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen = {}
@@ -89,4 +87,3 @@ def test_compiled_layers_keep_no_more_than_inductors() -> None:
     plain = saved_elements("inductor")
     assert saved_elements("swiglu+rope") == plain
     assert saved_elements("swiglu_down") == plain - 192  # the product, one for each of the ffn
-    assert saved_elements("swiglu+rope", "selective") == saved_elements("inductor", "selective")
