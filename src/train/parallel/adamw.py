@@ -21,6 +21,8 @@ class Piece:
 class AdamW:
     """torch's fused AdamW over pieces, with its state made at once so that it can be hashed or loaded before step 1."""
 
+    fused = False  # reads gradients in their own dtype and writes the weights too: train.kernels.adamw
+
     def __init__(self, pieces: Sequence[Piece], optim: config.Optim) -> None:
         self.pieces = [p for p in pieces if p.tensor.numel()]  # a rank may own nothing of a small parameter
         self.tensors = [p.tensor for p in self.pieces]
