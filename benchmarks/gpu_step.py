@@ -4,7 +4,8 @@
 
 Runs alternate (ours, torchtitan, ours, …), each in a process of its own, as a user would start it; a setting's figure is the
 median over its repeats. A last profiled run of ours gives the time by kernel family. What an earlier call wrote to OUT.json
-stays, each row with its date, so that a table can be made over several calls; ratios are within a call.
+stays, each row with its date, so that a table can be made over several calls; ratios are within a call. Variants of ours,
+in turn with each other, by --ours "" --ours compile.kernels=fused.
 """
 
 import argparse
@@ -40,15 +41,8 @@ class Setting:
 
     def peer(self) -> list[str]:
         float8 = ["fp8"] if self.precision == "fp8" else []  # torchao's default recipe; it takes the LM head too
-        return [
-            "torchtitan_dense.py",
-            "dense_1b",
-            str(self.seq_len),
-            str(self.micro_batch),
-            self.recompute,
-            "1",
-            *float8,
-        ]
+        shape = [str(self.seq_len), str(self.micro_batch)]
+        return ["torchtitan_dense.py", "dense_1b", *shape, self.recompute, "1", *float8]
 
 
 SETTINGS = {
@@ -75,22 +69,40 @@ def families(name: str) -> dict[str, float]:
     return {k: 1e3 * v / 2 for k, v in kernels.breakdown(kernels.read(trace)).items()} if trace else {}
 
 
-def measure(key: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
-    setting, mine, theirs = SETTINGS[key], [], []
+def measure(key: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table's rows of a setting: one for each of --ours, beside the same runs of the peer."""
+    setting, theirs = SETTINGS[key], []
+    mine: list[list[dict[str, Any]]] = [[] for _ in args.ours]
     for repeat in range(args.repeats):
-        mine.append(ours(f"step_{key}_{repeat}", setting, f"steps={args.steps}"))
+        for index, more in enumerate(args.ours):
+            mine[index].append(ours(f"step_{key}_{index}_{repeat}", setting, f"steps={args.steps}", *more.split()))
         if args.peers:
             theirs.append(run_peer(setting.peer(), 300, args.peers)[0])
     ceiling, _ = run_peer(["roofline.py", "dense_1b", str(setting.seq_len), str(setting.micro_batch)], 300, args.peers)
-    ours(f"step_{key}_profile", setting, f"steps={args.steps}", "profile=true")
-    mine, theirs = [r for r in mine if r], [r for r in theirs if r]
+    found = []
+    for index, more in enumerate(args.ours):
+        profile = f"step_{key}_{index}_profile"
+        ours(profile, setting, f"steps={args.steps}", "profile=true", *more.split())
+        runs = [r for r in mine[index] if r]
+        found.append(row(f"{key} {more}".strip(), setting, runs, [r for r in theirs if r], ceiling, families(profile)))
+    return found
+
+
+def row(
+    name: str,
+    setting: Setting,
+    mine: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    ceiling: dict[str, Any],
+    families_ms: dict[str, float],
+) -> dict[str, Any]:
+    """What stays of one variant of a setting."""
     return {
-        "setting": key, "date": date.today().isoformat(), "micro_batch": setting.micro_batch, "seq_len": setting.seq_len,
+        "setting": name, "date": date.today().isoformat(), "micro_batch": setting.micro_batch, "seq_len": setting.seq_len,
         "recompute": setting.recompute, "precision": setting.precision, "steps_ms": [1e3 * r["step_s"] for r in mine],
         "tokens_per_s": [r["tokens_per_s"] for r in mine], "peak_gib": [r["rank_step_peak_mem_gib"][0] for r in mine],
         "mfu_causal": [r["mfu_causal"] for r in mine], "torchtitan": theirs, "ceiling": ceiling,
-        "families_ms": families(f"step_{key}_profile"),
+        "families_ms": families_ms,
     }  # fmt: skip
 
 
@@ -107,9 +119,7 @@ def table(results: list[dict[str, Any]]) -> str:
         peer = statistics.median([p["tok_s"] for p in r["torchtitan"]]) if r["torchtitan"] else None
         memory = max(p["peak_gib"] for p in r["torchtitan"]) if r["torchtitan"] else None
         low, high = min(r["steps_ms"]), max(r["steps_ms"])
-        eight = (
-            r.get("precision") == "fp8"
-        )  # then MFU is that of the fp8 peak, and the measured ceiling, bf16's, is none
+        eight = r.get("precision") == "fp8"  # then MFU is of the fp8 peak, and the measured ceiling, bf16's, is none
         ceiling = None if eight else r["ceiling"].get("ceiling_tok_s")
         cells = [
             r["setting"], r["date"], f"{statistics.median(r['steps_ms']):.1f} ({low:.1f} to {high:.1f})", f"{rate:,.0f}",
@@ -134,8 +144,10 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--steps", type=int, default=25)
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further setting starts")
+    p.add_argument("--ours", action="append", help="overrides of ours, a row of its own for each --ours")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs; empty: without it")
     args = p.parse_args()
+    args.ours = args.ours or [""]
     if unknown := [k for k in args.settings.split(",") if k not in SETTINGS]:
         p.error(f"--settings {unknown[0]}: valid are {', '.join(SETTINGS)}")
     began, longest = time.monotonic(), 0.0
@@ -147,10 +159,11 @@ def main() -> None:
             print(f"budget used: {key} left out", flush=True)
             continue
         start = time.monotonic()
-        kept[key] = measure(key, args)
+        kept |= {r["setting"]: r for r in measure(key, args)}
         longest = max(longest, time.monotonic() - start)
         file.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
-    print(table([kept[k] for k in SETTINGS if k in kept]), f"\n{time.monotonic() - began:.0f} s", flush=True)
+    shown = [r for k in SETTINGS for r in kept.values() if r["setting"].split()[0] == k]
+    print(table(shown), f"\n{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from train import data, determinism, faults
 from train.config import ConfigError, Train, load
+from train.kernels import apply as kernels
 from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, peaks, telemetry
 from train.measure.breakdown import Breakdown
@@ -83,6 +84,7 @@ class Prepared:
         if cfg.reduction.name != "fsdp":  # which makes a layer at a time and keeps its shard
             model.materialise(self.device, cfg.seed)
         levers.apply(model, cfg.memory, self.device)
+        self.kernels = kernels.apply(model, cfg, self.device)
         if cfg.compile.name == "layer":
             model.compile_layers()
         if cfg.replay:  # its hooks have to see gradients before the reduction takes them

@@ -61,6 +61,7 @@ def _engine(rank: "Rank") -> dict[str, Any]:
         "accumulate": cfg.reduction.accumulate,
         "recompute": cfg.memory.recompute,
         "compile": cfg.compile.name,
+        "kernels": rank.kernels,
         "attention": rank.attention,
         "precision": cfg.precision.name,
         "rope_cache": cfg.model.rope_cache,

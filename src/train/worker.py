@@ -126,7 +126,8 @@ class Rank(Prepared):
         if self.cfg.compile.cuda_graph:
             assert self.cfg.grad_accum is not None
             shape = (self.cfg.micro_batch, self.cfg.seq_len + 1)
-            self.graphed = graph.GraphedStep(self.compute, self.cfg.grad_accum, shape, self.device)
+            owners = self.dp.owners()
+            self.graphed = graph.GraphedStep(self.compute, owners, self.cfg.grad_accum, shape, self.device)
         self.garbage = Garbage(first)
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train import config
+from train.kernels import apply as kernels
 from train.memory import levers
 from train.memory.offload import Offload
 from train.model import fp8
@@ -57,6 +58,7 @@ class Case:
     widths: tuple[int, ...] = (5, 7, 3)  # odd: layer widths
     unused: bool = False  # odd: parameters that get no gradient in some steps
     compiled: bool = False
+    kernels: str = "inductor"  # compile.kernels
     backend: str = "aot_eager"  # the graphs that inductor would get, without minutes of a C++ compiler
     steps: int = 3
     clip_norm: float | None = 0.05  # below the norms met here: clipping happens
@@ -136,7 +138,7 @@ def configuration(case: Case) -> config.Train:
         ),
         reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
         memory=config.Memory("test", **dict(case.memory)),
-        compile=config.Compile("layer" if case.compiled else "none"),
+        compile=config.Compile("layer" if case.compiled else "none", case.kernels),
         attention=config.Attention(case.attention),
         precision=config.Precision(case.dtype, case.scaling),
         optim=config.Optim("adamw", lr=case.lr, beta1=case.beta1, clip_norm=case.clip_norm),
@@ -171,6 +173,7 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
         model.materialise(CPU, 0)
     _levers(model, cfg)
+    kernels.apply(model, cfg, CPU)
     if case.compiled:
         with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=case.backend)):
             model.compile_layers()

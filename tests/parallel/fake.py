@@ -60,7 +60,9 @@ def pipelined(model: Transformer, cfg: config.Train, dims: Dims) -> torch.Tensor
     assert cfg.grad_accum is not None
     line = pipeline.Pipeline(model, cfg, dims, DTYPES[cfg.precision.name])
     tokens = dims.rows_of_sequence(torch.zeros(cfg.micro_batch * cfg.grad_accum, cfg.seq_len, dtype=torch.int64))
-    with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known, create=True):  # torch 2.13 votes
+    with mock.patch.object(
+        schedules._PipelineSchedule, "_warmup_p2p", shapes_are_known, create=True
+    ):  # torch 2.13 votes
         return line.step(tokens, tokens)
 
 

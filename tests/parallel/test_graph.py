@@ -125,14 +125,15 @@ def test_a_step_needs_nothing_of_the_host(tmp_path: Path, reduction: str, keys: 
         assert float(loss) > 0 and float(norm) > 0
 
 
-def test_steps_before_the_capture_are_the_plain_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ("inductor", "fused"))
+def test_steps_before_the_capture_are_the_plain_ones(tmp_path: Path, kernels: str) -> None:
     """With the same bits, though rows and learning rate come from tensors that are filled."""
-    cfg = configuration(grad_accum=2, optim__warmup_steps=7)
+    cfg = configuration(grad_accum=2, optim__warmup_steps=7, compile__kernels=kernels)
     found = []
     for graphed in (False, True):
         with built(tmp_path / str(graphed), cfg) as rank:
             if graphed:
-                rank.graphed = GraphedStep(rank.compute, 2, (2, 17), rank.device)
+                rank.graphed = GraphedStep(rank.compute, rank.dp.owners(), 2, (2, 17), rank.device)
             steps = [[t.item() for t in rank.train_step(step)[:2]] for step in range(WARMUP)]
             found.append((steps, {name: t.clone() for name, t in rank.dp.state_dict().items()}))
     assert found[0][0] == found[1][0]
@@ -155,6 +156,8 @@ CAPTURED: list[dict[str, Any]] = [
     {"compile__name": "layer", "grad_accum": 2, "optim__clip_norm": 0.05},
     {"memory__recompute": "full", "memory__lm_head_chunk": 7},
     {"compile__name": "layer", "memory__recompute": "full"},
+    {"compile__kernels": "fused"},
+    {"compile__kernels": "fused", "compile__name": "layer", "grad_accum": 2, "optim__clip_norm": 0.05},
     {"optim__state_dtype": "bf16"},
     {"precision__name": "fp64"},
     {"precision__name": "fp8", "precision__scaling": "tensorwise"},
@@ -213,7 +216,7 @@ def test_the_host_never_waits(tmp_path: Path, reduction: str, graphed: bool | No
     with built(tmp_path / "point", cfg) as rank:
         meter = rank.make_meter()
         if graphed:
-            rank.graphed = GraphedStep(rank.compute, 1, (2, 17), rank.device)
+            rank.graphed = GraphedStep(rank.compute, rank.dp.owners(), 1, (2, 17), rank.device)
         for step in range(WARMUP + 2):  # random rows are made in the first ones
             rank.train_step(step)
         before = meter.start(WARMUP + 2)
@@ -235,7 +238,7 @@ from train.config import ConfigError
 from train.parallel import graph
 device = torch.device("cuda", 0)
 graph.use_stream(device)
-step = graph.GraphedStep(lambda rows, lr: (rows[0].sum() * lr.item(),), 1, (2, 3), device)
+step = graph.GraphedStep(lambda rows, lr: (rows[0].sum() * lr.item(),), [], 1, (2, 3), device)
 try:
     for _ in range(5):
         step([torch.ones(2, 3, dtype=torch.int64)], 1.0)

@@ -38,10 +38,10 @@ def resumed(rank: int, world: int, case: Case) -> tuple[list[str], bool]:
     return [k for k in one if not torch.equal(one[k], two[k])] + sorted(set(one) ^ set(two)), bool(one)
 
 
-@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize(("dtype", "kernels"), [("fp32", "inductor"), ("bf16", "inductor"), ("bf16", "fused")])
 @pytest.mark.parametrize("reduction", ("ddp", "zero2o", "zero2rs", "fsdp"))
-def test_resumed_equals_uninterrupted(two: Ranks, reduction: str, dtype: str) -> None:
-    for differ, compared in two.run(resumed, Case(reduction, dtype, beta1=0.9)):
+def test_resumed_equals_uninterrupted(two: Ranks, reduction: str, dtype: str, kernels: str) -> None:
+    for differ, compared in two.run(resumed, Case(reduction, dtype, beta1=0.9, kernels=kernels)):
         assert compared
         assert differ == []
 

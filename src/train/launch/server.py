@@ -7,6 +7,7 @@ context. It dies with its supervisor, and its ranks die with it.
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -166,6 +167,10 @@ class Server:
 #: what keeps imports off the GPU: Inductor starts compile workers and asks for the GPU's properties unless told not to
 #: (the second name is what torch before 2.13 knows), and torch.cuda.is_available() counts devices through NVML
 QUIET = {"TORCH_WARM_POOL": "0", "TORCH_TNT_IN_USE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: modules with Hydra in them
+COMMAND_LINE = (
+    "train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__",
+)  # fmt: skip
 
 
 def _import(name: str) -> None:
@@ -194,10 +199,9 @@ def _forks_lost_the_gpu() -> bool:
 
 def _import_everything(light: bool) -> None:
     """torch and the whole trainer, once: the point of the server, and no rank runs code edited since."""
+    left_out = COMMAND_LINE if importlib.util.find_spec("triton") else (*COMMAND_LINE, "train.kernels.jit")
     for module in pkgutil.walk_packages(train.__path__, "train."):
-        if not module.name.startswith(
-            ("train.sweep", "train.errors", "train.command_line", "train.completion", "train.help", "train.__main__")
-        ):  # the command line's, with Hydra
+        if not module.name.startswith(left_out):
             _import(module.name)
     if light:
         return

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from train import config
+from train.kernels import names
+from train.kernels.adamw import FusedAdamW
 from train.memory.host import HostOptimizer
 from train.memory.sign_sgd import SignSGD
 from train.memory.streamed import Ring, StreamedAdamW
@@ -20,6 +22,7 @@ class Optimizers:
     def __init__(self, cfg: config.Train, device: torch.device) -> None:
         self._cfg, self._device = cfg, device
         self.full = cfg.memory.optimizer_offload == "full"
+        self.fused = "adamw" in names.chosen(cfg.compile.kernels)
         self._streamed = cfg.memory.optimizer_offload == "optimizer"
         self._ring = Ring(device)
 
@@ -31,13 +34,15 @@ class Optimizers:
         return torch.empty(weight.shape, dtype=dtype, pin_memory=pinned).copy_(weight)
 
     def make(self, pieces: Sequence[Piece], weights: Sequence[Tensor] = ()) -> AdamW:
-        """Of `pieces`. full: `weights`, one for each piece, are the device's and follow their masters on the host."""
+        """Of `pieces`. `weights`, one for each or none: the device's, where the optimizer makes them follow their masters."""
         optim = self._cfg.optim
         if self.full:
             return HostOptimizer(pieces, weights, optim, self._device)
         if optim.name == "sign_sgd":
             return SignSGD(pieces, optim)
         dtype = DTYPES[optim.state_dtype]
+        if self.fused:
+            return FusedAdamW(pieces, weights, optim, dtype)
         if self._streamed or any(dtype not in (None, p.tensor.dtype) for p in pieces):
             return StreamedAdamW(pieces, optim, dtype, self._ring, self._streamed)
         return AdamW(pieces, optim)

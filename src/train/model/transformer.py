@@ -29,6 +29,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
         self.across: Across | None = None  # attention over ranks: see train.parallel.context
+        self.turn = rope.turn  # or train.kernels.rope's
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -40,7 +41,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, heads, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        q, k = self.turn(q, k, cos, sin)
         if self.across is None:
             out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path).transpose(1, 2)
         else:
@@ -56,9 +57,17 @@ class FeedForward(nn.Module):
         self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+        self.gated = gated  # or train.kernels.swiglu's
+        self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # both in one: see train.kernels.swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        gate, up = self.w_gate(x), self.w_up(x)
+        return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """What w_down gets."""
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):

@@ -26,6 +26,8 @@ class AdamW:
     that are made once: the optimizer object would go through all pieces several times a step in Python.
     """
 
+    fused = False  # reads gradients in their own dtype and writes the weights too: train.kernels.adamw
+
     def __init__(self, pieces: Sequence[Piece], optim: config.Optim) -> None:
         self.pieces = [p for p in pieces if p.tensor.numel()]  # a rank may own nothing of a small parameter
         self.tensors = [p.tensor for p in self.pieces]
@@ -67,6 +69,9 @@ class AdamW:
                     weights, [grads[i] for i in index], exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=o.beta1,
                     beta2=o.beta2, weight_decay=weight_decay, eps=o.eps, amsgrad=False, maximize=False,
                 )  # fmt: skip
+
+    def captured(self) -> None:
+        """A call of `step` was recorded (parallel/graph.py): what it reads of the host's making is to be put in place, once."""
 
     def state(self, piece: Piece, kind: str) -> Tensor:
         """`kind`: weight, exp_avg, exp_avg_sq or step."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from train.config import ConfigError
 from train.measure import memory
+from train.parallel.adamw import AdamW
 from train.parallel.graph_rules import WARMUP
 
 #: (micro-batches [rows, seq_len + 1] each, learning rate) → tensors on the device; reads nothing on the host
@@ -29,9 +30,11 @@ def use_stream(device: torch.device) -> None:
 class GraphedStep:
     """`compute`, called as it is WARMUP times, then recorded and replayed. On one stream, from the first call on."""
 
-    def __init__(self, compute: Compute, count: int, shape: tuple[int, int], device: torch.device) -> None:
-        """`count` micro-batches of `shape` = (rows, seq_len + 1)."""
-        self._compute, self._device = compute, device
+    def __init__(
+        self, compute: Compute, owners: Sequence[AdamW], count: int, shape: tuple[int, int], device: torch.device
+    ) -> None:
+        """`owners`: the optimizers in `compute`; `count` micro-batches of `shape` = (rows, seq_len + 1)."""
+        self._compute, self._owners, self._device = compute, owners, device
         # the graph knows addresses: what changes from step to step is copied to where it looks
         self._rows = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(count)]
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
@@ -72,5 +75,7 @@ class GraphedStep:
                 raise cause from None
             line = str(cause).strip().splitlines()[0]
             raise ConfigError("compile.cuda_graph", True, f"this step can't be captured ({line})") from error
+        for owner in self._owners:
+            owner.captured()
         self._graph = graph
         self.peak = memory.peak(self._device)

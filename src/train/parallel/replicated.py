@@ -34,7 +34,7 @@ class Replicated(DataParallel):
         ]  # reduced over other ranks than the rest
         self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
-        self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named)]
+        self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named, optimizers.fused)]
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
         self._last = True
         # a pipeline's schedule doesn't run all hooks of the parameters, which DDP lives on: reduced after the last micro-batch
@@ -185,12 +185,13 @@ class _Update:
         grads: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
         for p in self.parameters:
             p.grad = None
-        if grads[0].dtype != self.dtype:
+        if grads[0].dtype != self.dtype and not self.owner.fused:
             low, grads = grads, [torch.empty_like(m) for m in self.owner.tensors]
             torch._foreach_copy_(grads, low)
             del low
         self.owner.step(grads, scale.to(self.dtype), lr)
-        self.publish()
+        if not self.owner.fused:
+            self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -210,12 +211,12 @@ def _buckets(grads: list[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _chunks(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Consecutive parameters of one dtype, each run of about UPDATE_BYTES of master weights."""
+def _chunks(named: list[tuple[str, nn.Parameter]], whole: bool) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive parameters of one dtype, each run of about UPDATE_BYTES of master weights, or all of them."""
     chunk: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, p in named:
-        if chunk and (size >= UPDATE_BYTES or p.dtype != chunk[0][1].dtype):
+        if chunk and (size >= UPDATE_BYTES and not whole or p.dtype != chunk[0][1].dtype):
             yield chunk
             chunk, size = [], 0
         chunk.append((name, p))

@@ -180,7 +180,7 @@ class _Update:
         self.owner.step(grads, scale.to(self.buckets[0].master.dtype), lr)
         for bucket in self.buckets:
             bucket.grad = None
-        if not isinstance(self.owner, HostOptimizer):  # it sends the weights itself
+        if not isinstance(self.owner, HostOptimizer) and not self.owner.fused:  # those send the weights themselves
             self.publish()
 
     def publish(self) -> None:

@@ -15,6 +15,7 @@ from typing import Optional
 from train import faults, names
 from train.config import ConfigError, Data, Train
 from train.data import corpus
+from train.kernels import names as kernels
 from train.launch import environment
 from train.memory import rules as memory_rules
 from train.model import fp8_rules, moe_rules
@@ -113,6 +114,7 @@ def values(cfg: Train) -> None:
     stages.values(cfg)
     memory_rules.values(cfg)
     fp8_rules.values(cfg)
+    kernels.values(cfg)
     faults.parse(cfg.fault)
     if cfg.code not in (None, "new"):
         raise ConfigError("code", cfg.code, "must be `new` or left out")
@@ -260,6 +262,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         mesh.check_model(cfg, degrees)
         fp8_rules.combination(cfg, degrees)
         memory_rules.layout(cfg, degrees)
+        kernels.combination(cfg, degrees)
         stages.plan(cfg, degrees["pp"], batch(cfg, mesh.data_ranks(degrees))[0])
     except ConfigError as e:
         return str(e)

@@ -1,0 +1,28 @@
+"""From compile.kernels to a model that runs them; the optimizer's is made in train.memory.optimizer."""
+
+import torch
+
+from train import config
+from train.kernels import backend, loss, names, rope, swiglu
+from train.model.transformer import Block, FeedForward, Transformer
+
+
+def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[str, str]:
+    """After the levers, which choose the head that `loss` stands for, and before `compile_layers`.
+
+    For the record: kernel → triton, or plain for its torch form, which runs where Triton can't.
+    """
+    used = names.chosen(cfg.compile.kernels)
+    if "loss" in used:
+        model.loss = loss.head(cfg.memory)
+    for block in model.layers:
+        assert isinstance(block, Block)
+        if "rope" in used:
+            block.attention.turn = rope.turn
+        if "swiglu" in used:
+            assert isinstance(block.ffn, FeedForward)
+            block.ffn.gated = swiglu.gated
+        if "swiglu_down" in used:
+            assert isinstance(block.ffn, FeedForward)
+            block.ffn.down = swiglu.down
+    return dict.fromkeys(used, "triton" if backend.triton_runs(device) else "plain")

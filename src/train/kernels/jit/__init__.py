@@ -1,0 +1,1 @@
+"""The kernels themselves. Importing a module of this folder needs Triton."""

@@ -1,0 +1,77 @@
+"""Inputs of the kernels' tests, and each kernel beside its plain form on them: on a CPU under Triton's interpreter, or on a
+GPU."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from train import config
+from train.kernels import adamw, loss
+from train.model import loss as plain_loss
+
+WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def adamw_case(
+    sizes: Sequence[int],
+    grad: torch.dtype,
+    state: torch.dtype,
+    weight: torch.dtype | None,
+    device: str,
+    offset: int = 0,
+    steps: int = 3,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Steps by the kernel and by the plain form; what each leaves: masters, moments and weights."""
+    from train.kernels.jit.adamw import Launch
+
+    optim = config.Optim("adamw", weight_decay=0.1)
+    masters = [randn(n + offset, seed=i, device=device)[offset:] for i, n in enumerate(sizes)]
+    decays = [0.1 if i % 2 else 0.0 for i in range(len(sizes))]
+    left = []
+    for kernel in (True, False):
+        p = [m.clone() if not offset else torch.cat((m[:offset], m))[offset:] for m in masters]
+        moments = [(torch.zeros_like(x, dtype=state), torch.zeros_like(x, dtype=state)) for x in p]
+        weights = [x.to(weight) for x in p] if weight else []
+        step = torch.zeros((), device=device)
+        scale = torch.tensor(0.37, device=device)
+        launch = Launch(p, moments, weights, decays, optim) if kernel else None
+        for t in range(steps):
+            grads = [randn(n, seed=100 * t + i, dtype=grad, device=device) for i, n in enumerate(sizes)]
+            if launch is not None:
+                lr = 1e-2 / (t + 1)
+                launch(grads, scale, step, torch.tensor(lr, device=device) if t == 1 else lr)  # from a device too
+                continue
+            step += 1
+            for i, g in enumerate(grads):
+                w = weights[i] if weight else None
+                adamw.reference(p[i], g, *moments[i], w, scale, step, 1e-2 / (t + 1), decays[i], optim)
+        left.append([*p, *(m for pair in moments for m in pair), *weights])
+    return left[0], left[1]
+
+
+def loss_case(n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """[cross-entropies, slope], by the kernel and by the plain form."""
+    from train.kernels.jit.loss import cross_entropy
+
+    logits = 4 * randn(n, vocab, dtype=dtype, device=device)
+    targets = torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(1)).to(device)
+    targets[0], targets[-1] = 0, vocab - 1
+    value, slope = plain_loss._loss_and_slope(logits, targets, 1 / n)
+    inside = logits.clone()
+    losses = cross_entropy(inside, targets, 1 / n)
+    again, same = loss.loss_and_slope_(logits, targets, 1 / n)
+    assert same is logits
+    return [losses.sum() / n, inside, again, same], [value, slope, value, slope]
+
+
+def close(got: Sequence[Tensor], want: Sequence[Tensor], ulps: float = 4) -> None:
+    """Equal to within `ulps` units in the last place of the largest element."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, i
+        bound = ulps * torch.finfo(a.dtype).eps * float(b.abs().max())
+        assert float((a.double() - b.double()).abs().max()) <= bound, (i, a, b)

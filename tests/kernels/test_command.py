@@ -1,0 +1,78 @@
+"""compile.kernels on the command line: what is refused, what runs here, and what the record says of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+from tests.memory.test_rules import cfg
+from train import config
+from train.kernels import names
+from train.parallel import mesh
+from train.sweep import validate
+
+
+def test_names() -> None:
+    assert names.chosen("inductor") == ()
+    assert names.chosen("fused") == ("adamw", "loss", "swiglu", "rope")
+    assert names.chosen("loss+adamw") == ("loss", "adamw")
+
+
+@pytest.mark.parametrize("value", ["", "adamw+", "+", "norm", "fused+loss", "rope+rope"])
+def test_values_that_are_none(value: str) -> None:
+    wrong = cfg()
+    wrong.compile.kernels = value
+    with pytest.raises(
+        config.ConfigError, match=f"^compile.kernels={value.replace('+', '.')}: must be inductor, fused, or"
+    ):
+        validate.values(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "keys", "line"),
+    [
+        ("fused", {"optim.name": "sign_sgd"}, "adamw is optim=adamw's update; without it: loss+swiglu+rope"),
+        ("adamw", {"memory.optimizer_offload": "optimizer"}, "adamw wants its state on the device"),
+        (
+            "loss",
+            {"parallelism.tp": 2},
+            "loss takes the whole vocabulary, here it is shared by tp=2; without it: inductor",
+        ),
+        (
+            "loss",
+            {"memory.lm_head_kernel": "torch", "memory.lm_head_chunk": 8},
+            "loss is not memory.lm_head_kernel=torch",
+        ),
+        ("loss", {"parallelism.pp": 2, "parallelism.pp_schedule": "zbv"}, "loss has one backward"),
+        ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
+        ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),
+        ("swiglu+swiglu_down", {}, "swiglu_down takes swiglu's place; without it: swiglu"),
+        ("swiglu_down", {}, "swiglu_down needs compile=layer"),
+        ("swiglu_down", {"compile.name": "layer", "parallelism.async_tp": True}, "swiglu_down was not tried"),
+        ("swiglu_down", {"compile.name": "layer", "precision.name": "fp8", "precision.scaling": "tensorwise"}, "in fp8"),
+    ],
+)
+def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line: str) -> None:
+    wrong = cfg(reduction="ddp")
+    wrong.compile.kernels = kernels
+    for key, value in keys.items():
+        group, name = key.split(".")
+        setattr(getattr(wrong, group), name, value)
+    degrees = dict.fromkeys(mesh.DIMS, 1) | {"tp": wrong.parallelism.tp, "pp": wrong.parallelism.pp}
+    with pytest.raises(config.ConfigError) as caught:
+        names.combination(wrong, degrees)  # type: ignore[arg-type]
+    assert f"compile.kernels={kernels}: {line}" in str(caught.value)
+
+
+def test_a_command_runs_the_plain_forms_here_and_says_so(tmp_path: Path) -> None:
+    words = ["device=cpu", "nproc=1", "steps=4", "seq_len=32", "micro_batch=2", "name=k", "-m"]
+    done = run([*words, "compile.kernels=inductor,adamw+loss+swiglu+rope"], tmp_path)
+    assert done.code == 0, done.err
+    runs = {}
+    for folder in (tmp_path / "outputs" / "k").glob("*-*"):
+        used = json.loads((folder / "status.json").read_text())["summary"]["engine"]["kernels"]
+        runs[tuple(used.items())] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plain, ours = runs[()], runs[tuple((name, "plain") for name in ("adamw", "loss", "swiglu", "rope"))]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in ours] == pytest.approx([row[key] for row in plain], rel=1e-5)

@@ -1,0 +1,70 @@
+"""compile.kernels under every reduction and mesh: the plain model's run, in fp64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel import cases
+from tests.parallel.cases import Case
+from tests.parallel.ranks import Ranks
+from tests.parallel.test_equality import FP64, assert_equal_runs, reference
+from train.kernels import loss
+from train.kernels.adamw import FusedAdamW
+from train.model.transformer import Transformer
+from train.parallel.build import build
+from train.parallel.dims import Dims
+
+
+def check(ranks: Ranks, case: Case) -> None:
+    expected = reference(replace(case, kernels="inductor"))
+    assert_equal_runs(ranks.run(cases.train, case), expected, [FP64] * case.steps)
+
+
+def test_the_cases_have_them() -> None:
+    case = Case("ddp", kernels="fused")
+    cfg = cases.configuration(case)
+    model = cases.make_model(case, cfg)
+    assert isinstance(model, Transformer) and model.loss is loss.fused_loss
+    dp = build(model, cfg, Dims.of(cfg, 1, 0, torch.device("cpu")))
+    assert all(isinstance(owner, FusedAdamW) for owner in dp.owners())
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "zero2rs", "fsdp"])
+def test_two_ranks(two: Ranks, reduction: str) -> None:
+    check(two, Case(reduction, kernels="fused", grad_accum=2))
+
+
+@pytest.mark.parametrize("reduction", ["zero2o", "fsdp"])
+def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
+    check(two, Case(reduction, model="odd", unused=True, bucket_mib=1e-4, kernels="adamw"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fsdp", model="even", tp=2, kernels="adamw+swiglu+rope"),
+        Case("fsdp", model="even", cp=2, kernels="fused", memory=(("recompute", "full"),)),
+        Case("ddp", model="even", pp=2, grad_accum=2, kernels="fused"),
+        Case("zero2o", kernels="fused", memory=(("recompute", "selective"), ("lm_head_chunk", 7))),
+        Case("ddp", kernels="fused", memory=(("activation_offload", True),)),
+    ],
+    ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}",
+)
+def test_meshes_and_levers(two: Ranks, case: Case) -> None:
+    check(two, case)
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "zero2o"])
+def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> None:
+    for out in two.run(cases.train, Case(reduction, dtype="bf16", kernels="fused")):
+        assert all(torch.equal(w, out.weights[-1][name].bfloat16()) for name, w in out.model.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "fsdp"])
+def test_two_gpus(nccl: Ranks, reduction: str) -> None:
+    case = Case(reduction, grad_accum=2, kernels="fused")
+    expected = reference(replace(case, kernels="inductor"))
+    assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)
