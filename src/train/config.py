@@ -139,7 +139,7 @@ class Compile:
 
     name: str = "???"  # none | layer: one Inductor graph a layer
     kernels: str = "inductor"  # inductor | fused: this project's own | some of them, joined by +: adamw+loss
-    cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, until it is known where it pays
+    cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, for now
 
 
 @dataclass
