@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -95,6 +96,11 @@ class Stage(PipelineStage):
         with self._timed(bwd_chunk_id, "W"):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Nothing travels between two stages of one rank, as in zbv; torch 2.11 would try, and gloo can't."""
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
 
 class Pipeline:
     """A rank's stages and the schedule over them."""
@@ -151,7 +157,8 @@ class Pipeline:
         given = {"targets": targets} if self.last else {}
         with self.timeline.step():
             self._schedule.step(
-                *((tokens,) if self.first else ()), target=targets if self.last else None,
+                *((tokens.contiguous(),) if self.first else ()),  # torch 2.11 compares strides with those it was told
+                target=targets if self.last else None,
                 losses=losses if self.last else None, return_outputs=False, **given,
             )  # fmt: skip
         if not losses:
