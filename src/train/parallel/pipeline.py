@@ -121,6 +121,11 @@ class Pipeline:
             for chunk, stage in zip(self.chunks, self.stages, strict=True)
         ]
         kind = schedule_class(found.name)
+        if SCHEDULES[found.name].split and cfg.precision.scaling is not None and not splits_fp8():
+            why = (
+                f"torch {torch.__version__} can't run the two backwards of precision=fp8's layers apart; torch 2.13 can"
+            )
+            raise config.ConfigError("parallelism.pp_schedule", found.name, why)
         multi = issubclass(kind, torch_schedules.PipelineScheduleMulti)
         count = cfg.grad_accum
         self._schedule = kind(
@@ -164,6 +169,12 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=tokens.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def splits_fp8() -> bool:
+    """Whether torch runs the gradients of inputs and of weights apart where a layer's matmuls are autograd functions of ours:
+    seen to fail in 2.11 and to work in 2.13."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def schedule_class(name: str) -> Any:
