@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import foreign, jsonl, provenance
+from analysis.alive import gone
 from analysis.errors import BadInput
 from analysis.files import dig, number, read_config, read_json, read_same_json
 from analysis.scan import PointFolder, SweepFolder, find_sweeps
@@ -136,6 +137,8 @@ def _state(point: PointFolder, status: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(state, str):
         exists = (point.path / "status.json").exists()
         state, reason = "pending", "no readable status.json" if exists else "not started"
+    elif why := gone(status):
+        state, reason = "lost", why
     return {
         "status": state,
         "reason": " ".join(str(reason).split()),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from analysis.alive import gone
 from analysis.files import number, read_config, read_json
 from analysis.jsonl import parse_lines
 from analysis.load import STATUSES
@@ -105,6 +106,8 @@ class Watcher:
         state: Any = status.get("status")
         if not isinstance(state, str):
             state = "pending"
+        elif why := gone(status):
+            state, status = "lost", status | {"reason": why}
         shot.queued += _queued(state, status.get("job"), jobs.get(point.path.name))
         if state == "running":
             shot.running.append(_running(point.path))

@@ -10,6 +10,8 @@ from train.config import Degree, Train
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
+LISTED = {int: "integers", float: "numbers", str: "names"}
+
 
 def nearest(word: str, valid: list[str]) -> str:
     """`; did you mean X?` for a close name, else nothing."""
@@ -63,4 +65,6 @@ def words(hint: Any) -> str:
         return "an integer or auto"
     if get_origin(inner) is Union:
         return ", ".join(words(each) for each in get_args(inner))
+    if get_origin(inner) is list:
+        return f"a list of {LISTED.get(get_args(inner)[0], 'values')}"
     return WORDS.get(inner) or "a mapping {NAME: value, …}"

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "timeout=0": ("timeout=0", "between 0.1 and", "or null"),
     "nproc=0": ("nproc=0", "an integer between 1 and"),
     "parallelism.dp_shard=0": ("parallelism.dp_shard=0", "a degree between 1 and", "or auto (-1)"),
+    "parallelism.pp_split=[2,a]": ("parallelism.pp_split=[2,a]", "a list of integers or null"),
     "parallelism.tp=2.5": ("parallelism.tp=2.5", "an integer or auto"),
     "parallelism.tp=some": ("parallelism.tp=some", "a degree between 1 and", "or auto (-1)"),
     "parallelism.tp=3 nproc=3 reduction=fsdp": ("parallelism.tp=3", "must divide model.heads=4 (valid: 1, 2)"),

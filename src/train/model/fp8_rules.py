@@ -38,17 +38,18 @@ def combination(cfg: Train, degrees: dict[str, int]) -> None:
         ("model.ffn", m.ffn, tp),
     ):
         if width // shared % MULTIPLE:
-            what = "x model.head_dim " if key.endswith("heads") else ""
-            per = f"/ tp {tp} " if shared > 1 else ""
-            raise ConfigError(key, getattr(m, key[6:]), _why(f"{what}{per}= {width // shared}"))
+            what = f" x model.head_dim {m.head_dim}" if key.endswith("heads") else ""
+            per = f" / tp {tp}" if shared > 1 else ""
+            shown = f"{what}{per} = {width // shared} ".lstrip() if what or per else ""
+            raise ConfigError(key, getattr(m, key[6:]), _why(shown))
     tokens = cfg.micro_batch * cfg.seq_len // degrees["cp"]  # between the matrices of a layer tp ranks have all of them
     if tokens % MULTIPLE:
         per = f"/ cp {degrees['cp']} " if degrees["cp"] > 1 else ""
-        raise ConfigError("micro_batch", cfg.micro_batch, _why(f"x seq_len {per}= {tokens} tokens"))
+        raise ConfigError("micro_batch", cfg.micro_batch, _why(f"x seq_len {per}= {tokens} tokens "))
 
 
 def _why(product: str) -> str:
-    return f"{product} must be a multiple of {MULTIPLE} with precision=fp8"
+    return f"{product}must be a multiple of {MULTIPLE} with precision=fp8"
 
 
 def impossible(cfg: Train, host: dict[str, Any]) -> str | None:

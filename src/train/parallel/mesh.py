@@ -75,8 +75,9 @@ def _data(cfg: Train, want: dict[str, int], left: int) -> dict[str, int]:
 def _refuse_product(want: dict[str, int], nproc: int) -> None:
     given = {k: v for k, v in want.items() if v not in (OPEN, 1)} or {k: v for k, v in want.items() if v != OPEN}
     shown = " x ".join(f"{k} {v}" for k, v in given.items())
-    key = next(iter(given))
-    raise ConfigError(f"parallelism.{key}", want[key], f"{shown} must multiply to nproc={nproc}")
+    key = next((k for k in given if k.startswith("dp_")), next(iter(given)))
+    must = "divide" if len(given) == 1 and nproc % given[key] else "multiply to"
+    raise ConfigError(f"parallelism.{key}", want[key], f"{shown} must {must} nproc={nproc}")
 
 
 def _check_reduction(cfg: Train, got: dict[str, int]) -> None:

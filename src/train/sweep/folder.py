@@ -37,7 +37,6 @@ class Sweep:
 def choose(cfg: Train) -> Path:
     """outputs/<name>, or a new folder named by the time of day. Raises ConfigError when it can't be made."""
     out = Path(cfg.out)
-    key, value = ("name", cfg.name) if cfg.name else ("out", cfg.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if cfg.name:
@@ -49,7 +48,9 @@ def choose(cfg: Train) -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as e:
-        raise ConfigError(key, value, f"the run folder can't be written: {e.strerror}") from None
+        wrong = e.filename or (out / cfg.name if cfg.name else out)
+        key, value = ("name", cfg.name) if cfg.name and out.is_dir() and os.access(out, os.W_OK) else ("out", cfg.out)
+        raise ConfigError(key, value, f"{wrong} can't be written: {e.strerror}") from None
     return path.resolve()
 
 

@@ -54,6 +54,8 @@ def install_signals() -> Stop:
     def handler(signum: int, _: object) -> None:
         stop.count += 1
         stop.signum = stop.signum or signum
+        if stop.nothing_written:
+            os.write(2, b"interrupted; nothing was written\n")
         if stop.nothing_written or stop.count > 2 or (stop.count > 1 and not stop.busy):
             os._exit(128 + stop.signum)  # server and ranks die with this process
         try:
