@@ -4,7 +4,7 @@ torch's fused AdamW wants gradients in the masters' dtype, scaled, and leaves th
 and fp32 masters 48 bytes an element move for an update that reads 14 and writes 14.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -80,11 +80,6 @@ class FusedAdamW(AdamW):
         if kind == "step":
             return self._step
         return self._moments[self._index[id(piece)]][kind == "exp_avg_sq"]
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        for piece in self.pieces:
-            for kind in ("weight", "exp_avg", "exp_avg_sq", "step"):
-                yield f"{piece.name}.{kind}", self.state(piece, kind)
 
 
 def reference(

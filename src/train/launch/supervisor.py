@@ -103,7 +103,8 @@ class Supervisor:
                 verdict = self._over_nodes(self.nodes, verdict, decided, oom_killed)
         except (OSError, EOFError) as e:  # EOFError: the rank server is gone, its ranks with it
             self._end_ranks()
-            verdict = Verdict("crashed", f"{type(e).__name__}: {e}{explain.limits_of(e)}")
+            name = "" if isinstance(e, EOFError) else f"{type(e).__name__}: "
+            verdict = Verdict("crashed", f"{name}{e}{explain.limits_of(e)}")
             if isinstance(e, EOFError) and limits.oom_kills() > oom_kills:
                 verdict = Verdict("oom", f"out of host memory: {e}, killed by the kernel")
         try:
