@@ -166,7 +166,7 @@ class Command:
             stdin=subprocess.DEVNULL, start_new_session=True, **options,
         )  # fmt: skip
 
-    def finish(self, seconds: float = 180.0) -> "Command":
+    def finish(self, seconds: float = 270.0) -> "Command":
         try:
             self.output, _ = self.process.communicate(timeout=seconds)
         finally:
