@@ -13,7 +13,8 @@ def gone(status: dict[str, Any]) -> str:
     pid, started = owner.get("pid"), owner.get("started")
     if not isinstance(pid, int) or not Path("/proc/self/stat").exists():
         return ""
-    return "" if started in (None, _started(pid)) and _started(pid) else f"its supervisor (pid {pid}) is gone"
+    living = _started(pid)
+    return "" if living is not None and started in (None, living) else f"its supervisor (pid {pid}) is gone"
 
 
 def _started(pid: int) -> int | None:

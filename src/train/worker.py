@@ -64,9 +64,10 @@ class Rank(Prepared):
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data). The tensors are valid until the
         next step."""
-        self.dp.announce(self.lr(step))
+        lr = self.lr(step)
+        self.dp.announce(lr)
         run = self.compute if self.graphed is None else self.graphed
-        loss, norm, *load = run(self.micro_batches(step), self.lr(step))
+        loss, norm, *load = run(self.micro_batches(step), lr)
         self.load = load[0] if load else None
         return loss, norm, self.data_s
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.model.tiny import TINY, build, tokens
+from tests.model.tiny import TINY, build, saved_bytes, tokens
 from train import config
 from train.kernels import apply, loss, rope, swiglu
 from train.memory import recompute
@@ -65,22 +65,8 @@ def test_equal_under_inductor() -> None:
 
 def saved_elements(kernels: str) -> int:
     """A token, of what one compiled layer keeps for backward."""
-    torch._dynamo.reset()
-    model = build(torch.float32, "flash", layers=1, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=192)
-    apply.apply(model, configured(kernels, config.Memory("m")), torch.device("cpu"))
-    model.layers[0].compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    model.saving = lambda _: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    model(*tokens(4, 64)).backward()
-    return sum(s.nbytes() for s in seen.values()) // 4 // 256
+    cfg = configured(kernels, config.Memory("m"))
+    return saved_bytes(lambda model: apply.apply(model, cfg, torch.device("cpu"))) // 4 // 256
 
 
 def test_compiled_layers_keep_no_more_than_inductors() -> None:

@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.model.tiny import TINY, build, tokens
+from tests.model.tiny import TINY, build, saved_bytes, tokens
 from train import config
 from train.measure import flops
 from train.memory import recompute
@@ -109,31 +108,15 @@ def test_budget_has_no_hfu() -> None:
     assert set(flops.flops_per_token(config.Model(**TINY), 8, "budget")) == {"mfu", "mfu_causal"}
 
 
-def saved_bytes(mode: config.Memory) -> int:
-    """What one compiled layer keeps for backward, parameters left out."""
-    torch._dynamo.reset()
-    model = build(torch.float32, "flash", layers=1, dim=64, heads=4, kv_heads=2, head_dim=16, ffn=192)
-    recompute.apply(model, mode)
-    model.layers[0].compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    model.saving = lambda _: torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    model(*tokens(4, 64)).backward()
-    return sum(s.nbytes() for s in seen.values())
+def kept(mode: config.Memory) -> int:
+    return saved_bytes(lambda model: recompute.apply(model, mode))
 
 
 def test_compiled_layers_keep_what_the_mode_says() -> None:
-    plain, full, selective = (saved_bytes(memory(m)) for m in ("none", "full", "selective"))
-    budget = saved_bytes(memory("budget", budget=0.5))
-    all_matmuls = saved_bytes(memory("selective", targets=["aten::mm", ATTENTION]))
+    plain, full, selective = (kept(memory(m)) for m in ("none", "full", "selective"))
+    budget = kept(memory("budget", budget=0.5))
+    all_matmuls = kept(memory("selective", targets=["aten::mm", ATTENTION]))
     assert full < 0.15 * plain < selective < 0.65 * plain
     assert selective < all_matmuls < plain
     assert full < budget < 0.6 * plain
-    assert saved_bytes(memory("none")) == plain  # the budget does not outlive its model
+    assert kept(memory("none")) == plain  # the budget does not outlive its model
