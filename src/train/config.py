@@ -138,7 +138,9 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
-    kernels: str = "inductor"  # inductor | fused: this project's own | some of them, joined by +: adamw+loss
+    kernels: str = (
+        "auto"  # inductor | fused: this project's own | some, as adamw+loss | auto: fused, what fits, on GPUs
+    )
     cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, for now
 
 

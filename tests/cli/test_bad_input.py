@@ -19,7 +19,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "model=dense_1bb": ("model=dense_1bb", "did you mean dense_1b?", "debug"),
     "reduction=zero2,zero9": ("reduction=zero9", "is not an option", "did you mean zero2?", "fsdp"),
     "compile=on": ("compile=on", "is not an option", "layer, none"),
-    "compile.kernels=adam": ("compile.kernels=adam", "must be inductor, fused, or some of", "did you mean adamw?"),
+    "compile.kernels=adam": (
+        "compile.kernels=adam",
+        "must be auto, inductor, fused, or some of",
+        "did you mean adamw?",
+    ),
     "compile.kernels=[adamw]": ("compile.kernels=[adamw]",),
     "compile.kernels=loss+loss": ("compile.kernels=loss+loss", "each once"),
     "model=../secret": ("model=../secret", "is not an option"),
