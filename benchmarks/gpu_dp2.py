@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_dp2 --out docs/results/dp2 --budget 560
 
 Runs in this order and stops starting new parts when the budget (seconds) is nearly used: the 18 points of
-sweeps=dp2_reductions; NCCL presets; replay over NCCL; two independent single-GPU runs side by side; torchtitan with FSDP.
+sweeps=dp2_reductions; two independent single-GPU runs side by side; torchtitan with FSDP; fewer CTAs for NCCL; NCCL presets;
+replay over NCCL.
 Every part is the command that a user would type. NVLink multicast stays as the environment has it (off where it must be).
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.beside import ROOT, run_peer
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
+SWEEPS = ("dp2", "dp2_ctas", "dp2_nccl", "dp2_replay", "single0", "single1")
 STEADY = 5  # steps dropped: compile and the first steps after it
 
 
@@ -29,6 +31,12 @@ def train(name: str, *args: str, **env: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "train", "-m", *args, f"name={name}"]
     print("$", *(f"{k}={v}" for k, v in env.items()), " ".join(["python", *command[1:]]), flush=True)
     return subprocess.Popen(command, env=os.environ | env, cwd=ROOT)
+
+
+def nccl(cfg: dict[str, Any]) -> str:
+    """The preset, and how many CTAs a collective may take where that is limited."""
+    ctas = cfg["nccl"]["env"].get("NCCL_MAX_CTAS")
+    return f"{cfg['nccl']['name']}, {ctas} CTAs" if ctas else str(cfg["nccl"]["name"])
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -41,7 +49,7 @@ def rows(name: str) -> list[dict[str, Any]]:
         cfg = yaml.safe_load((status.parent / "config.yaml").read_text())
         row: dict[str, Any] = {
             "sweep": name, "reduction": cfg["reduction"]["name"], "micro_batch": cfg["micro_batch"],
-            "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"], "nproc": cfg["nproc"],
+            "recompute": cfg["memory"]["recompute"], "nccl": nccl(cfg), "nproc": cfg["nproc"],
             "status": s["status"], "reason": s["reason"],
         }  # fmt: skip
         lines = (
@@ -139,8 +147,9 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
+    p.add_argument("--ctas", default="32,16,8,4,2", help="NCCL_MAX_CTAS of the part ctas (default: %(default)s)")
     p.add_argument(
-        "--parts", default="grid,single,peer,nccl,replay", help="which parts to run; others are read if there"
+        "--parts", default="grid,single,peer,ctas,nccl,replay", help="which parts to run; others are read if there"
     )
     args = p.parse_args()
     began = time.monotonic()
@@ -152,7 +161,7 @@ def main() -> None:
     peer = []
     parts = args.parts.split(",")
     if "grid" in parts:
-        for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
+        for name in SWEEPS:
             shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
         train("dp2", "sweeps=dp2_reductions", steps).wait()
     if "single" in parts and left(60):
@@ -172,6 +181,9 @@ def main() -> None:
             run.wait()
     if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
+    if "ctas" in parts and left(60):  # SMs that a collective takes from the matmuls beside it
+        ctas = f"+nccl.env.NCCL_MAX_CTAS={args.ctas}"
+        train("dp2_ctas", *DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", ctas, steps).wait()
     if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
     if "replay" in parts and left(100):
@@ -187,7 +199,7 @@ def main() -> None:
         ).wait()
     if "peer" in parts and args.peers and left(70):
         peer += [r for r in [torchtitan(8, args.peers)] if r]
-    results = [r for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1") for r in rows(name)]
+    results = [r for name in SWEEPS for r in rows(name)]
     said = claims(results, peer)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
