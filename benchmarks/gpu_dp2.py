@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_dp2 --out docs/results/dp2 --budget 560
 
 Runs in this order and stops starting new parts when the budget (seconds) is nearly used: the 18 points of
-sweeps=dp2_reductions; two independent single-GPU runs side by side; torchtitan with FSDP; buckets, CTAs for NCCL; NCCL presets;
-replay over NCCL.
+sweeps=dp2_reductions; two independent single-GPU runs side by side; torchtitan with FSDP; buckets and transport of zero2o;
+NCCL presets; replay over NCCL.
 Every part is the command that a user would type. NVLink multicast stays as the environment has it (off where it must be).
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.beside import ROOT, run_peer
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
-SWEEPS = ("dp2", "dp2_buckets", "dp2_ctas", "dp2_nccl", "dp2_replay", "single0", "single1")
+SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "single0", "single1")
 STEADY = 5  # steps dropped: compile and the first steps after it
 
 
@@ -31,12 +31,6 @@ def train(name: str, *args: str, **env: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "train", "-m", *args, f"name={name}"]
     print("$", *(f"{k}={v}" for k, v in env.items()), " ".join(["python", *command[1:]]), flush=True)
     return subprocess.Popen(command, env=os.environ | env, cwd=ROOT)
-
-
-def nccl(cfg: dict[str, Any]) -> str:
-    """The preset, and how many CTAs a collective may take where that is limited."""
-    ctas = cfg["nccl"]["env"].get("NCCL_MAX_CTAS")
-    return f"{cfg['nccl']['name']}, {ctas} CTAs" if ctas else str(cfg["nccl"]["name"])
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -49,7 +43,8 @@ def rows(name: str) -> list[dict[str, Any]]:
         cfg = yaml.safe_load((status.parent / "config.yaml").read_text())
         row: dict[str, Any] = {
             "sweep": name, "reduction": cfg["reduction"]["name"], "bucket_mib": cfg["reduction"]["bucket_mib"],
-            "micro_batch": cfg["micro_batch"], "recompute": cfg["memory"]["recompute"], "nccl": nccl(cfg),
+            "transport": cfg["reduction"]["transport"],
+            "micro_batch": cfg["micro_batch"], "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"],
             "nproc": cfg["nproc"], "status": s["status"], "reason": s["reason"],
         }  # fmt: skip
         lines = (
@@ -100,12 +95,14 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
         if r["status"] != "ok" or "step_s" not in r:
-            cells = [r[k] for k in ("sweep", "reduction", "bucket_mib", "recompute", "nccl", "micro_batch")]
+            cells = [
+                r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")
+            ]
             lines.append(f"| {' | '.join(map(str, cells))} | {r['status']}: {r['reason']} |")
             continue
         memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
         exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
-        told = [r[k] for k in ("sweep", "reduction", "bucket_mib", "recompute", "nccl", "micro_batch")]
+        told = [r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")]
         numbers = [f"{1e3 * r['step_s']:.1f}", f"{r['tokens_per_s']:,.0f}", f"{r['mfu']:.2f}", f"{r['mfu_causal']:.2f}"]
         lines.append(f"| {' | '.join([*map(str, told), *numbers, memory, exposed])} |")
     return "\n".join(lines)
@@ -157,7 +154,6 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
-    p.add_argument("--ctas", default="8", help="NCCL_MAX_CTAS of the part tuned (default: %(default)s)")
     p.add_argument(
         "--buckets", default="25,100,400", help="reduction.bucket_mib of the part tuned (default: %(default)s)"
     )
@@ -194,10 +190,9 @@ def main() -> None:
             run.wait()
     if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
-    if "tuned" in parts and left(90):  # how long, and on how many SMs, a collective keeps the matmuls beside it waiting
-        zero2o = [*DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", steps]
-        train("dp2_buckets", *zero2o, f"reduction.bucket_mib={args.buckets}").wait()
-        train("dp2_ctas", *zero2o, f"+nccl.env.NCCL_MAX_CTAS={args.ctas}").wait()
+    if "tuned" in parts and left(90):  # how long the matmuls beside a collective wait for its SMs
+        how = [f"reduction.bucket_mib={args.buckets}", "reduction.transport=collective,peer"]
+        train("dp2_buckets", *DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", *how, steps).wait()
     if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
     if "replay" in parts and left(100):

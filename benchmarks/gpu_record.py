@@ -5,7 +5,7 @@ With two GPUs the last two run beside the first, on the other GPU.
 
     PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--only gpu_flips] [--limit SECONDS] [KEY=VALUE ...]
 
-First makes a qualification record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
+First (part qualify) makes a record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
 only if every claim holds.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS = ("gpu_record", "gpu_replay", "gpu_flips")
+PARTS = ("qualify", *SWEEPS)
 
 
 class Point:
@@ -102,7 +103,7 @@ def price(points: list[Point]) -> list[tuple[str, bool, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / f"gpu_record-{int(time.time())}")
-    parser.add_argument("--only", default=",".join(SWEEPS), help="some of the sweeps (default: %(default)s)")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of the parts (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=450, help="seconds for the sweeps")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every point")
     args = parser.parse_args()
@@ -111,10 +112,14 @@ def main() -> int:
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(out)}
     folder = out / "mfu-sweep" / "qualified"  # where runs with this XDG_CACHE_HOME look for records
-    subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
+    parts = args.only.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--only {unknown[0]}: valid are {', '.join(PARTS)}")
+    if "qualify" in parts:
+        subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
     began = time.monotonic()
     gpus = int(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]))
-    wanted = [name for name in SWEEPS if name in args.only.split(",")]
+    wanted = [name for name in SWEEPS if name in parts]
     queues = [wanted[:1], wanted[1:]] if gpus > 1 else [wanted]
 
     def work(gpu: int) -> None:
