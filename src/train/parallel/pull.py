@@ -49,17 +49,17 @@ class Pull:
             self._peers.wait(TAKEN, self._count - SLOTS + 1)
         return self._slot(self._peers.rank, bucket)
 
-    def exchange(self, bucket: Bucket) -> list[Tensor]:
-        """All ranks' gradients of this rank's slice, [shard] each, in rank order."""
+    def exchange(self, bucket: Bucket) -> Tensor:
+        """All ranks' gradients of this rank's slice, [ranks, shard]."""
         self._peers.say(READY)
         self._peers.wait(READY)
         mine = slice(self._peers.rank * bucket.shard, (self._peers.rank + 1) * bucket.shard)
-        found = {r: self._slot(r, bucket)[mine] for r in range(self._peers.world)}
-        for r in self._others:
-            found[r] = torch.empty_like(found[r]).copy_(found[r])
+        found = bucket.weight.new_empty(self._peers.world, bucket.shard)
+        for r in (*self._others, self._peers.rank):
+            found[r].copy_(self._slot(r, bucket)[mine])
         self._peers.say(TAKEN)
         self._count += 1
-        return [found[r] for r in sorted(found)]
+        return found
 
     def before_update(self) -> None:
         """On the compute stream: what follows may change this rank's weights, for all others have the last ones."""

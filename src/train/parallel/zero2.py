@@ -5,7 +5,7 @@ itself, in rank order, in fp32. Sums then depend neither on the backend's algori
 issued. zero2rs leaves the sum, in the gradients' dtype, to the backend's reduce-scatter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,8 +117,11 @@ class Zero2(DataParallel):
         else:
             self._queue.append((bucket, work, received))
 
-    def _sum(self, bucket: Bucket, received: Sequence[Tensor] | Tensor) -> None:
-        """Add the ranks' copies of the own slice, [shard] each, in rank order in the master's dtype."""
+    def _sum(self, bucket: Bucket, received: Tensor) -> None:
+        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
+        if bucket.grad is None and len(received) == 2:  # one pass over memory; torch orders no more than two
+            bucket.grad = received.sum(0, dtype=bucket.master.dtype)
+            return
         if bucket.grad is None:
             bucket.grad = received[0].to(bucket.master.dtype, copy=True)
         else:
