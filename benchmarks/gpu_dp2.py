@@ -154,6 +154,7 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
+    p.add_argument("--transports", default="collective,peer", help="of the part tuned (default: %(default)s)")
     p.add_argument(
         "--buckets", default="25,100,400", help="reduction.bucket_mib of the part tuned (default: %(default)s)"
     )
@@ -191,7 +192,7 @@ def main() -> None:
     if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
     if "tuned" in parts and left(90):  # how long the matmuls beside a collective wait for its SMs
-        how = [f"reduction.bucket_mib={args.buckets}", "reduction.transport=collective,peer"]
+        how = [f"reduction.bucket_mib={args.buckets}", f"reduction.transport={args.transports}", "timeout=90"]
         train("dp2_buckets", *DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", *how, steps).wait()
     if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
