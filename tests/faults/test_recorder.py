@@ -78,6 +78,7 @@ def test_a_hang_on_nccl_leaves_every_rank_s_dump(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu  # with others on it, they are named instead
 def test_device_out_of_memory(tmp_path: Path) -> None:
     """oom with rank, requested and free bytes; what is larger along micro_batch is implied."""
     args = [a for a in TINY if a != "device=cpu" and not a.startswith("micro_batch")]

@@ -50,6 +50,9 @@ def configuration(case: Case) -> config.Train:
         model=replace(MODEL, tied=case.tied),
         reduction=config.Reduction(case.reduction, bucket_mib=bucket),
         memory=config.Memory("test", **case.memory),
+        compile=config.Compile(
+            "none", "inductor"
+        ),  # one AdamW on either side: on a GPU auto's is not the streamed one's
         precision=config.Precision(case.dtype),
         optim=config.Optim(**({"name": "adamw", "lr": 1e-2, "clip_norm": None} | case.optim)),
     )

@@ -40,9 +40,8 @@ def test_two_gpus(nccl: Ranks, reduction: str, grad_accum: int) -> None:
 @pytest.mark.parametrize("accumulate", ("once", "every"))
 @pytest.mark.parametrize("bucket_mib", (0.0005, 0.01, 25))
 def test_zero2o_equals_zero2_over_nccl(nccl: Ranks, dtype: str, accumulate: str, bucket_mib: float) -> None:
-    case = Case(
-        "zero2", dtype, bucket_mib, accumulate, grad_accum=2, device="cuda", model="odd", widths=(33, 190, 7, 64)
-    )
+    case = Case("zero2", dtype, bucket_mib=bucket_mib, accumulate=accumulate, grad_accum=2, device="cuda", model="odd",
+                widths=(33, 190, 7, 64))  # fmt: skip
     for a, b in zip(nccl.run(cases.train, case), nccl.run(cases.train, replace(case, reduction="zero2o")), strict=True):
         assert_bitwise(a, b)
         assert b.traffic["steps"] >= 1
@@ -56,10 +55,8 @@ def test_zero2o_equals_zero2_over_nccl(nccl: Ranks, dtype: str, accumulate: str,
 @pytest.mark.parametrize("bucket_mib", (0.0005, 25))
 def test_peer_copies_change_no_bit(nccl: Ranks, reduction: str, dtype: str, accumulate: str, bucket_mib: float) -> None:
     """Many small buckets go round the slots often."""
-    widths = (33, 190, 7, 64)
-    case = Case(
-        reduction, dtype, bucket_mib, accumulate, grad_accum=2, device="cuda", model="odd", widths=widths, steps=8
-    )
+    case = Case(reduction, dtype, bucket_mib=bucket_mib, accumulate=accumulate, grad_accum=2, device="cuda", model="odd",
+                widths=(33, 190, 7, 64), steps=8)  # fmt: skip
     for a, b in zip(nccl.run(cases.train, case), nccl.run(cases.train, replace(case, transport="peer")), strict=True):
         assert_bitwise(a, b)
         assert a.traffic["bytes"] == b.traffic["bytes"]
