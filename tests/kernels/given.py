@@ -10,7 +10,7 @@ from train import config
 from train.kernels import adamw, loss
 from train.model import loss as plain_loss
 
-ALL = "adamw+loss+swiglu+rope"  # every kernel that goes with the others
+ALL = "adamw+loss+swiglu+rope+norm+input_grad"  # every kernel that goes with the others
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 
