@@ -6,22 +6,23 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 16, 16  # elements that a thread has of a row; warps that an SM has at once, of all its programs
+SHARED = 96 * 1024  # bytes of a program's shared memory, which every GPU since Ampere has
 INTERPRETED = 3  # programs where there are no SMs
 
 
 @triton.jit
 def rms_norm_backward_kernel(
     residual, grad, x, weight, out, partials, rows,
-    EPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every `num_programs`-th row: out = residual + the norm's gradient in x; and this program's row of `partials`, the sum
-    over its rows of the gradient in weight."""
+    over its rows of the gradient in weight. STAGES=3: rows are on their way into shared memory while one is worked on."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < DIM
     w = tl.load(weight + columns, mask=mask, other=0).to(WIDE)
     slope = tl.zeros((BLOCK,), WIDE)
-    for row in range(program, rows, programs):
+    for row in tl.range(program, rows, programs, num_stages=STAGES):
         at = row.to(tl.int64) * DIM + columns
         a = tl.load(x + at, mask=mask, other=0).to(WIDE)
         g = tl.load(grad + at, mask=mask, other=0).to(WIDE)
@@ -47,7 +48,8 @@ def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: flo
     partials = torch.empty(programs, dim, dtype=wide, device=x.device)
     rms_norm_backward_kernel[(programs,)](
         residual, grad, x, weight, out, partials, rows,
-        EPS=eps, DIM=dim, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block, num_warps=warps,
+        EPS=eps, DIM=dim, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block,
+        STAGES=3 if 2 * 3 * block * x.element_size() <= SHARED else 1, num_warps=warps,
     )  # fmt: skip
     return out, partials.sum(0).to(weight.dtype)
 
