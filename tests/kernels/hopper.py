@@ -70,7 +70,7 @@ def all_kernels() -> list[dict[str, Any]]:
         compiled(
             norm.rms_norm_backward_kernel,
             {**dict.fromkeys(("residual", "grad", "x", "weight", "out"), BF16), "partials": F32, "rows": "i32*"},
-            2048 // (32 * norm.BLOCK), EPS=1e-5, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
+            2048 // (32 * norm.BLOCK), EPS=1e-5, ROUNDS=63, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
         ),
         compiled(
             rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,

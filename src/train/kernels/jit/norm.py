@@ -13,7 +13,8 @@ INTERPRETED = 3  # programs where there are no SMs
 @triton.jit
 def rms_norm_backward_kernel(
     residual, grad, x, weight, out, partials, rows,
-    EPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EPS: tl.constexpr, ROUNDS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every `num_programs`-th row: out = residual + the norm's gradient in x; and this program's row of `partials`, the sum
     over its rows of the gradient in weight. STAGES=3: rows are on their way into shared memory while one is worked on."""
@@ -22,15 +23,17 @@ def rms_norm_backward_kernel(
     mask = columns < DIM
     w = tl.load(weight + columns, mask=mask, other=0).to(WIDE)
     slope = tl.zeros((BLOCK,), WIDE)
-    for row in tl.range(program, rows, programs, num_stages=STAGES):
-        at = row.to(tl.int64) * DIM + columns
-        a = tl.load(x + at, mask=mask, other=0).to(WIDE)
-        g = tl.load(grad + at, mask=mask, other=0).to(WIDE)
-        r = tl.load(residual + at, mask=mask, other=0).to(WIDE)
+    for i in tl.range(0, ROUNDS, num_stages=STAGES):  # a constant, for the interpreter counts to no other
+        row = program.to(tl.int64) + i * programs
+        here = mask & (row < rows)
+        at = row * DIM + columns
+        a = tl.load(x + at, mask=here, other=0).to(WIDE)
+        g = tl.load(grad + at, mask=here, other=0).to(WIDE)
+        r = tl.load(residual + at, mask=here, other=0).to(WIDE)
         gw = g * w
         inverse = 1 / tl.sqrt(tl.sum(a * a, 0) / DIM + EPS)
         along = tl.sum(gw * a, 0) / DIM * inverse * inverse
-        tl.store(out + at, (r + inverse * (gw - a * along)).to(out.dtype.element_ty), mask=mask)
+        tl.store(out + at, (r + inverse * (gw - a * along)).to(out.dtype.element_ty), mask=here)
         slope += g * (a * inverse)
     tl.store(partials + program.to(tl.int64) * DIM + columns, slope, mask=mask)
 
@@ -48,7 +51,8 @@ def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: flo
     partials = torch.empty(programs, dim, dtype=wide, device=x.device)
     rms_norm_backward_kernel[(programs,)](
         residual, grad, x, weight, out, partials, rows,
-        EPS=eps, DIM=dim, WIDE=tl.float64 if wide == torch.float64 else tl.float32, BLOCK=block,
+        EPS=eps, ROUNDS=triton.cdiv(rows, programs), DIM=dim, BLOCK=block,
+        WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         STAGES=3 if 2 * 3 * block * x.element_size() <= SHARED else 1, num_warps=warps,
     )  # fmt: skip
     return out, partials.sum(0).to(weight.dtype)
