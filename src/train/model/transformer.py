@@ -68,7 +68,7 @@ class FeedForward(nn.Module):
         return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
 
 
-def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Linear maps of one input."""
     return tuple(each(x) for each in linears)
 
