@@ -3,9 +3,10 @@
     PYTHON=python3 make proof              # or: python benchmarks/proof.py [--out FOLDER] [--steps N] [--recipe NAME]
 
 Steps, each with its exit code and seconds in steps.tsv: a qualification record of this machine's attention kernels, the GPU
-tests (a skip fails; side by side, but for those that want a GPU to themselves), the dense profile in training with replay=true,
-and the check of what these left. verdict.json says whether all of it passed, and whether this device, torch and driver are among
-the qualified ones, those that a record shipped with the package covers: only there does a pass back a claim of bitwise replay.
+tests (a skip fails; side by side, but for those that want a GPU to themselves), the dense profile in training with replay=true
+and the check of what these left. verdict.json says whether all of it passed, and whether this device, torch and driver are
+among the qualified ones, those that a record shipped with the package covers: only there does a pass back a claim of bitwise
+replay.
 
 Exit code: 0 passed and qualified, 4 passed on an unqualified stack, 1 anything failed.
 """

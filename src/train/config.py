@@ -111,6 +111,7 @@ class Reduction:
     # fsdp: free gathered weights after forward; a number: keep them over so many neighbouring ranks
     reshard_after_forward: Optional[Union[bool, int]] = None
     prefetch: Optional[int] = None  # fsdp: layers whose weights are gathered ahead; null: torch's own choice, one
+    transport: Optional[str] = None  # zero2, zero2o: by `collective`, the default, or `peer`: copy engines, on one node
 
 
 @dataclass
