@@ -128,10 +128,10 @@ def picture(rows: list[Row]) -> bytes:
     ]
     with context():
         fig, ax = figure((6.6, 1.6 + 0.28 * len(shown)))
-        stack(ax, parts, names)
+        ends = stack(ax, parts, names)
         for i, row in enumerate(shown):
-            ax.text((row.peak_gib or 0) + 0.6, i, f"{row.tokens_per_s:,.0f} tokens/s", va="center", fontsize=7)
-        ax.set_xlim(0, 1.25 * max(row.peak_gib or 0 for row in shown))
+            ax.text(ends[i] + 0.6, i, f"{row.tokens_per_s:,.0f} tokens/s", va="center", fontsize=7)
+        ax.set_xlim(0, 1.25 * ends.max())
         ax.set_xlabel("GiB at the step's peak")
         legend(fig, ax)
         return finish(fig, "memory_levers", "Memory by kind over the levers", "").svg
