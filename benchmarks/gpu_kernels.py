@@ -22,11 +22,11 @@ import yaml
 from torch import Tensor, nn
 
 from train import config
-from train.kernels import loss, rope, swiglu
+from train.kernels import input_grad, loss, norm, rope, swiglu
 from train.memory.optimizer import Optimizers
 from train.model import rope as plain_rope
 from train.model.loss import lm_loss
-from train.model.transformer import Transformer, gated
+from train.model.transformer import Transformer, gated, normed, project
 from train.parallel import replicated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,15 +194,66 @@ def of_rope(m: config.Model, tokens: int, length: int = 2048) -> Iterator[Pair]:
     yield from both_ways("rope", plain_rope.turn, rope.turn, [q, k], tables, m)
 
 
+def slopes(function: Callable[..., Any], x: Tensor, weights: list[Tensor]) -> tuple[Timed, list[Tensor]]:
+    """What runs the backward of a compiled function of 2 x, from random gradients to x and `weights`, again and again; those
+    gradients. 2 x as a sum, since in a layer too x is one: gradients of an input itself torch would add up in eager mode."""
+    torch._functorch.config.donated_buffer = False  # which would refuse to run a backward again
+    torch.manual_seed(0)
+    torch._dynamo.reset()  # else this is the same function compiled again, too often
+    outs = torch.compile(lambda x, y: function(x + y), fullgraph=True)(x, x.detach())
+    grads = [torch.randn_like(o) for o in outs]
+    return lambda: torch.autograd.grad(outs, [x, *weights], grads, retain_graph=True), grads
+
+
+def of_norm(m: config.Model, tokens: int) -> Iterator[Pair]:
+    """Backward, with the residual's gradient."""
+    x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
+    plain, grads = slopes(lambda x: normed(x, module), x, [module.weight])
+    arguments = *grads, 2 * x.detach(), module.weight.detach(), m.norm_eps
+    yield Pair(
+        "norm backward", 4 * x.nbytes, 2 * m.layers, plain, lambda: norm.backward(*arguments),
+        lambda: difference(norm.backward(*arguments), plain()),
+    )  # fmt: skip
+
+
+def of_input_grad(m: config.Model, tokens: int) -> Iterator[Pair]:
+    """Backward of linear maps to their input, alone and on through the norm before them; without the matrices' gradients.
+    Bytes beside the matmuls' alone, so predicted and TB/s mean little here."""
+    kv = m.kv_heads * m.head_dim
+    yield from of_maps("q, k, v", (m.heads * m.head_dim, kv, kv), m, tokens)
+    yield from of_maps("gate, up", (m.ffn, m.ffn), m, tokens)
+
+
+def of_maps(name: str, outs: tuple[int, ...], m: config.Model, tokens: int) -> Iterator[Pair]:
+    x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
+    linears = [nn.Linear(m.dim, n, False, GPU, torch.bfloat16).requires_grad_(False) for n in outs]
+    plain, _ = slopes(lambda x: project(x, *linears), x, [])
+    ours, _ = slopes(lambda x: input_grad.project(x, *linears), x, [])
+    adding = (2 * len(outs) - 1) * x.nbytes
+    yield Pair(f"{name} input_grad", adding, m.layers, plain, ours, lambda: difference(ours(), plain()))
+
+    def layer(one: Callable[..., Any], maps: Callable[..., Any], x: Tensor) -> tuple[Tensor, ...]:
+        x, branch = one(x, module)
+        return x, *maps(branch, *linears)
+
+    before, _ = slopes(lambda x: layer(normed, project, x), x, [module.weight])
+    after, _ = slopes(lambda x: layer(norm.normed, input_grad.project, x), x, [module.weight])
+    yield Pair(
+        f"{name} norm+input_grad", adding + 4 * x.nbytes, m.layers, before, after, lambda: difference(after(), before())
+    )  # fmt: skip
+
+
 CASES: dict[str, Callable[[config.Model, int], Iterator[Pair]]] = {
     "adamw": adamw, "loss": cross_entropy, "head": head, "swiglu": of_swiglu, "rope": of_rope,
+    "norm": of_norm, "input_grad": of_input_grad,
 }  # fmt: skip
-#: (block, warps) that --tune tries; rope has warps alone
+#: (block, warps) that --tune tries; rope has warps alone, norm elements a thread and warps an SM
 TUNE = {
     "adamw": [(1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16)],
     "loss": [(4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 16), (16384, 32), (32768, 32)],
     "swiglu": [(1024, 4), (2048, 4), (2048, 8), (4096, 8), (8192, 8), (8192, 16)],
     "rope": [(0, 1), (0, 2), (0, 4), (0, 8)],
+    "norm": [(8, 16), (8, 24), (8, 32), (16, 8), (16, 12), (16, 16), (32, 8)],
 }
 
 
@@ -211,10 +262,11 @@ def tuned(name: str, m: config.Model, tokens: int, repeats: int) -> list[dict[st
     from train.kernels import jit  # noqa: F401  # its modules hold the constants
     from train.kernels.jit import adamw as a
     from train.kernels.jit import loss as b
+    from train.kernels.jit import norm as e
     from train.kernels.jit import rope as c
     from train.kernels.jit import swiglu as d
 
-    module: Any = {"adamw": a, "loss": b, "rope": c, "swiglu": d}[name]
+    module: Any = {"adamw": a, "loss": b, "rope": c, "swiglu": d, "norm": e}[name]
     was = getattr(module, "BLOCK", 0), module.WARPS
     found = []
     for block, warps in [*TUNE[name], was]:

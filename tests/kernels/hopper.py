@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from train.kernels.jit import adamw, loss, rope, swiglu
+from train.kernels.jit import adamw, loss, norm, rope, swiglu
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 ALIGNED = [["tt.divisibility", 16]]
@@ -29,7 +29,7 @@ def compiled(kernel: Any, types: dict[str, str], warps: int, **constants: Any) -
     source = ASTSource(kernel, {n: signature[n] for n in kernel.arg_names}, constexprs, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     return {"kernel": kernel.__name__, **resources(done.asm["cubin"])} | {
-        "widths": sorted(set(re.findall(r"(?:ld|st)\.global\S*", done.asm["ptx"])))
+        "widths": sorted(set(re.findall(r"(?:ld|st)\.global\S*|cp\.async\.c\S*", done.asm["ptx"])))
     }
 
 
@@ -67,6 +67,11 @@ def all_kernels() -> list[dict[str, Any]]:
         ),
         compiled(swiglu.swiglu_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
         compiled(swiglu.swiglu_backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
+        compiled(
+            norm.rms_norm_backward_kernel,
+            {**dict.fromkeys(("residual", "grad", "x", "weight", "out"), BF16), "partials": F32, "rows": "i32*"},
+            2048 // (32 * norm.BLOCK), EPS=1e-5, ROUNDS=63, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
+        ),
         compiled(
             rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,
         ),

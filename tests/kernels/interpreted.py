@@ -66,6 +66,12 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype, inverse: bo
     assert got[0].is_contiguous() and got[1].is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "dim"), [(4, 64), (1, 24), (3, 1000)])
+def test_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
+    given.close(*given.norm_case(rows, dim, dtype, "cpu"), ulps=2)  # the interpreter cuts bf16 off
+
+
 def plainly(function, *args):  # type: ignore[no-untyped-def]
     """By the operators' plain form."""
     with pytest.MonkeyPatch.context() as patch:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.cli.command import run
+from tests.kernels import given
 from tests.memory.test_rules import cfg
 from train import config
 from train.kernels import backend, names
@@ -20,7 +21,7 @@ def test_names() -> None:
     assert names.chosen("loss+adamw") == ("loss", "adamw")
 
 
-@pytest.mark.parametrize("value", ["", "adamw+", "+", "norm", "fused+loss", "rope+rope"])
+@pytest.mark.parametrize("value", ["", "adamw+", "+", "norms", "fused+loss", "rope+rope"])
 def test_values_that_are_none(value: str) -> None:
     wrong = cfg()
     wrong.compile.kernels = value
@@ -46,6 +47,14 @@ def test_values_that_are_none(value: str) -> None:
             "loss is not memory.lm_head_kernel=torch",
         ),
         ("loss", {"parallelism.pp": 2, "parallelism.pp_schedule": "zbv"}, "loss has one backward"),
+        ("norm", {"parallelism.pp": 2, "parallelism.pp_schedule": "zbv"}, "norm has one backward"),
+        ("input_grad", {"parallelism.pp": 2, "parallelism.pp_schedule": "dualpipev"}, "input_grad has one backward"),
+        ("norm+input_grad", {"parallelism.tp": 2}, "input_grad is of matrices that ranks don't share, here tp=2 do"),
+        (
+            "input_grad",
+            {"precision.name": "fp8", "precision.scaling": "tensorwise"},
+            "input_grad sums bf16 matmuls, precision=fp8 makes them in fp8; without it: inductor",
+        ),
         ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
         ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),
         ("swiglu+swiglu_down", {}, "swiglu_down takes swiglu's place; without it: swiglu"),
@@ -98,12 +107,12 @@ def test_auto_takes_none_on_a_cpu() -> None:
 
 def test_a_command_runs_the_plain_forms_here_and_says_so(tmp_path: Path) -> None:
     words = ["device=cpu", "nproc=1", "steps=4", "seq_len=32", "micro_batch=2", "name=k", "-m"]
-    done = run([*words, "compile.kernels=inductor,adamw+loss+swiglu+rope"], tmp_path)
+    done = run([*words, f"compile.kernels=inductor,{given.ALL}"], tmp_path)
     assert done.code == 0, done.err
     runs = {}
     for folder in (tmp_path / "outputs" / "k").glob("*-*"):
         used = json.loads((folder / "status.json").read_text())["summary"]["engine"]["kernels"]
         runs[tuple(used.items())] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    plain, ours = runs[()], runs[tuple((name, "plain") for name in ("adamw", "loss", "swiglu", "rope"))]
+    plain, ours = runs[()], runs[tuple((name, "plain") for name in given.ALL.split("+"))]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in plain], rel=1e-5)

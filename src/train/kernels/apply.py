@@ -3,7 +3,7 @@
 import torch
 
 from train import config
-from train.kernels import backend, loss, rope, swiglu
+from train.kernels import backend, input_grad, loss, norm, rope, swiglu
 from train.model.transformer import Block, FeedForward, Transformer
 
 
@@ -19,6 +19,12 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
         assert isinstance(block, Block)
         if "rope" in used:
             block.attention.turn = rope.turn
+        if "norm" in used:
+            block.normed = norm.normed
+        if "input_grad" in used:
+            block.attention.project = input_grad.project
+            if isinstance(block.ffn, FeedForward):
+                block.ffn.project = input_grad.project
         if "swiglu" in used:
             assert isinstance(block.ffn, FeedForward)
             block.ffn.gated = swiglu.gated

@@ -6,7 +6,7 @@ from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
-NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope")
+NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "input_grad")
 FUSED = ("adamw", "loss")  # the others only match what Inductor makes: docs/kernels.md
 
 
@@ -47,16 +47,13 @@ def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
     """(kernel, why) of those in compile.kernels that don't go with the rest."""
     names, memory = chosen(cfg.compile.kernels), cfg.memory
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
+    twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
     for name, refused, why in (
         ("adamw", cfg.optim.name != "adamw", "is optim=adamw's update"),
         ("adamw", memory.optimizer_offload != "none", "wants its state on the device: memory.optimizer_offload=none"),
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
-        (
-            "loss",
-            stages.SCHEDULES[schedule].split,
-            f"has one backward, parallelism.pp_schedule={schedule} runs it in two",
-        ),
+        *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "input_grad")),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", "swiglu" in names, "takes swiglu's place"),
@@ -64,6 +61,8 @@ def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
         ("swiglu_down", cfg.compile.name == "none", "needs compile=layer"),
         ("swiglu_down", cfg.precision.name == "fp8", "has w_down's matmul in it, which precision=fp8 makes in fp8"),
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
+        ("input_grad", tp > 1, f"is of matrices that ranks don't share, here tp={tp} do"),
+        ("input_grad", cfg.precision.name == "fp8", "sums bf16 matmuls, precision=fp8 makes them in fp8"),
     ):
         if name in names and refused:
             yield name, why

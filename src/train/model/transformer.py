@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.head_dim, self.path = cfg.head_dim, path
         self.across: Across | None = None  # attention over ranks: see train.parallel.context
         self.turn = rope.turn  # or train.kernels.rope's
+        self.project = project  # or train.kernels.input_grad's
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -38,7 +39,8 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # [B, T, heads, d]
+        maps = self.project(x, self.wq, self.wk, self.wv)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in maps)  # [B, T, heads, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.turn(q, k, cos, sin)
@@ -57,12 +59,23 @@ class FeedForward(nn.Module):
         self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+        self.project = project  # or train.kernels.input_grad's
         self.gated = gated  # or train.kernels.swiglu's
         self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # both in one: see train.kernels.swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w_gate(x), self.w_up(x)
+        gate, up = self.project(x, self.w_gate, self.w_up)
         return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
+
+
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Linear maps of one input."""
+    return tuple(each(x) for each in linears)
+
+
+def normed(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+    """What goes on in the residual stream, and what a branch gets."""
+    return x, norm(x)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -77,6 +90,7 @@ class Block(nn.Module):
         super().__init__()
         self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
         self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
+        self.normed = normed  # or train.kernels.norm's
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -92,8 +106,10 @@ class Block(nn.Module):
 
     def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """The layer's output; with experts a tuple of it and of the tokens that chose each expert."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        out = self.ffn(self.ffn_norm(x))
+        x, branch = self.normed(x, self.attention_norm)
+        x = x + self.attention(branch, cos, sin)
+        x, branch = self.normed(x, self.ffn_norm)
+        out = self.ffn(branch)
         return (x + out[0], out[1]) if isinstance(self.ffn, MoE) else x + out
 
 
