@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from typing import Any
 
 import train
@@ -218,6 +219,8 @@ def main() -> None:
     process.adopt_orphans()
     server = Server(os.dup(1))
     os.dup2(2, 1)  # anything printed by an import must not end up among the messages
+    # Python 3.12 says so at every fork beside threads; those here are idle pools of libraries
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     light = LIGHT in sys.argv
     _import_everything(light)
     if not light and _forks_lost_the_gpu():
