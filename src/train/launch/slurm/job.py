@@ -95,7 +95,7 @@ class Job:
                 stop.signum = signum
                 os.write(write, b"x")
 
-        for s in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+        for s in queue.ENDING:
             signal.signal(s, handler)
         stop.meaning = self._meaning
         return stop
@@ -273,9 +273,10 @@ class Job:
             say(f"not requeued ({self.again}): launch.requeues={self.told.requeues} is used up")
             return
         say(f"requeued: {self.again}")
-        done = subprocess.run(["scontrol", "requeue", self.place.raw], capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            say(f"scontrol requeue: {done.stderr.strip()}")
+        try:
+            queue.ask_while_ending("scontrol", "requeue", self.place.raw, timeout=60)
+        except queue.QueueError as e:
+            say(f"scontrol requeue: {e}")
 
 
 def main(submission: str) -> int:

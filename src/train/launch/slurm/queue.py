@@ -1,6 +1,7 @@
 """What SLURM says about jobs: squeue while they are known, sacct where there is accounting. Odd answers are asked again."""
 
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from typing import Optional
@@ -32,6 +33,8 @@ ENDED = {
 COMMAND_SECONDS = 30.0
 #: the same in a job that SLURM is ending: it kills within 30 s (KillWait), and two questions are asked
 ENDING_SECONDS = 8.0
+#: by these it asks a job to end
+ENDING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class QueueError(Exception):
@@ -66,6 +69,19 @@ def ask(*command: str, timeout: Optional[float] = None) -> str:
     if done.returncode:
         raise QueueError(" ".join(done.stderr.split()) or f"{command[0]} left with {done.returncode}")
     return done.stdout
+
+
+def ask_while_ending(*command: str, timeout: float = ENDING_SECONDS) -> str:
+    """The same in a job that SLURM is ending, by a command that its signals don't reach. Raises QueueError.
+
+    Depending on proctrack they go to every process of a step, and twice, from slurmd and through srun: the second would kill
+    the command that is to say what the first one meant. A child inherits the blocked ones.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        return ask(*command, timeout=timeout)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def clean(state: str) -> str:
@@ -157,7 +173,7 @@ def fate(raw: str, restart: int) -> str:
     room, and may be asked to start again. "": it is over, or SLURM can't say.
     """
     try:
-        text = ask("scontrol", "show", "job", "--oneliner", raw, timeout=ENDING_SECONDS)
+        text = ask_while_ending("scontrol", "show", "job", "--oneliner", raw)
     except QueueError:
         return ""
     fields = dict(part.partition("=")[::2] for part in text.split())
@@ -170,9 +186,7 @@ def fate(raw: str, restart: int) -> str:
 def down(hosts: list[str]) -> str:
     """Those of a job's nodes that SLURM holds for dead, joined by commas; "" for none, or when it can't be asked."""
     try:
-        text = ask(
-            "sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T", timeout=ENDING_SECONDS
-        )
+        text = ask_while_ending("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T")
     except QueueError:
         return ""
     states = [line.split() for line in text.splitlines()]
@@ -183,7 +197,7 @@ def down(hosts: list[str]) -> str:
 def seconds_left(raw: str) -> Optional[float]:
     """Time that the job has left; None when SLURM can't say."""
     try:
-        text = ask("squeue", "--noheader", f"--jobs={raw}", "--format=%L").strip()
+        text = ask_while_ending("squeue", "--noheader", f"--jobs={raw}", "--format=%L").strip()
     except QueueError:
         return None
     if text.startswith("-"):
