@@ -153,8 +153,13 @@ def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["requeue", "usr2"])
-def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
-    p = cli.start("nproc=1", "steps=400", "name=again")
+def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str, tmp_path: Path) -> None:
+    """The job that is requeued from outside can't ask SLURM what the signal means: its next start records it."""
+    silent = tmp_path / "scontrol"
+    silent.write_text("#!/bin/sh\nexit 1\n")
+    silent.chmod(0o755)
+    setup = [f"launch.setup=['export PATH={tmp_path}:$PATH']"] if how == "requeue" else []
+    p = cli.start("nproc=1", "steps=400", "name=again", *setup)
     folder = cli.until(cli.training("again", 5), "steps")
     job = json.loads((folder / "status.json").read_text())["job"]["raw"]
     if how == "requeue":
@@ -168,6 +173,7 @@ def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     assert steps(folder) == list(range(400))
     (first,) = attempts(folder)
     assert first["status"] == "interrupted"
+    assert first["job"]["requeued"] == ("signal SIGTERM" if how == "requeue" else "SIGUSR2")
     old = (folder / "attempts/1/metrics.jsonl").read_text()
     assert 5 <= old.count("\n") < 400
 

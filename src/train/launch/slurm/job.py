@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from train import config, saved
 from train.config import Train
-from train.launch import environment, scratch, starters
+from train.launch import environment, process, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
 from train.launch.prune import KEPT
@@ -95,7 +95,7 @@ class Job:
                 stop.signum = signum
                 os.write(write, b"x")
 
-        for s in queue.ENDING:
+        for s in process.ENDING:
             signal.signal(s, handler)
         stop.meaning = self._meaning
         return stop
@@ -169,6 +169,10 @@ class Job:
             files.write_status(folder, point.identity, "infeasible", f"implied by {smaller}", self._record())
             say(f"{point.folder}  infeasible: implied by {smaller}")
             return 0
+        job = status.get("job") or {}
+        if self._mine(status) and job["restart"] < self.place.restart and "requeued" not in job:
+            # SLURM gave no answer when the attempt ended; that this start runs is the answer
+            write_json(folder / "status.json", status | {"job": job | {"requeued": status["reason"]}})
         return archive(folder)
 
     def _mine(self, status: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Optional
 
+from train.launch import process
 from train.launch.classify import Verdict
 from train.launch.slurm.options import seconds
 
@@ -33,8 +34,6 @@ ENDED = {
 COMMAND_SECONDS = 30.0
 #: the same in a job that SLURM is ending: it kills within 30 s (KillWait), and two questions are asked
 ENDING_SECONDS = 8.0
-#: by these it asks a job to end
-ENDING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 class QueueError(Exception):
@@ -75,13 +74,14 @@ def ask_while_ending(*command: str, timeout: float = ENDING_SECONDS) -> str:
     """The same in a job that SLURM is ending, by a command that its signals don't reach. Raises QueueError.
 
     Depending on proctrack they go to every process of a step, and twice, from slurmd and through srun: the second would kill
-    the command that is to say what the first one meant. A child inherits the blocked ones.
+    the command that is to say what the first one meant. What is ignored here, a command that we start ignores too.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in process.ENDING}
     try:
         return ask(*command, timeout=timeout)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def clean(state: str) -> str:
