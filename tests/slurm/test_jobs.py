@@ -59,11 +59,25 @@ def test_dry_run_of_1200_points(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_an_array_above_max_array_size_is_chunked(cli: Cli) -> None:
-    text = cli.run("nproc=1", "seed=range(25)", "name=chunks", timeout=600)
-    assert text.count("submitted: array") == 3
-    assert cli.states("chunks") == ["ok"] * 25
-    jobs = json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]
-    assert sorted(len(j["points"]) for j in jobs) == [3, 11, 11]
+    """25 points are queued in three arrays; each array's first and last run, to show which point a task is."""
+    cli.cluster.drain()
+    p = cli.start("nproc=1", "seed=range(25)", "name=chunks")
+    cli.until(lambda: len(cli.cluster.jobs()) == 25, "25 tasks", 150)
+    cli.until(lambda: len(json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]) == 3, "three arrays")
+    arrays = json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]
+    assert sorted(len(a["points"]) for a in arrays) == [3, 11, 11]
+    inner = [f"{a['id']}_{i}" for a in arrays for i in range(1, len(a["points"]) - 1)]
+    cli.cluster.command("scancel", *inner)
+    cli.cluster.resume()
+    text = p.communicate(timeout=240)[0]
+    assert p.returncode == 1 and text.count("submitted: array") == 3, text + cli.logs()
+    found = cli.points("chunks")
+    assert len(found) == 25
+    for array in arrays:
+        states = [found[folder]["status"] for folder in array["points"]]
+        assert states == ["ok", *["interrupted"] * (len(states) - 2), "ok"], text + cli.logs()
+        for index in (0, len(states) - 1):
+            assert found[array["points"][index]]["job"]["id"] == f"{array['id']}_{index}"
 
 
 def test_bad_input_writes_nothing(cli: Cli) -> None:

@@ -97,7 +97,7 @@ def test_budget_and_estimate(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cold_start_is_forced_by_what_is_read_at_import(tmp_path: Path) -> None:
     """env.OMP_NUM_THREADS needs a fresh interpreter, env.NCCL_* does not; both reach the rank."""
-    done = sweep(tmp_path, "name=e", *TINY, "steps=2", "env.OMP_NUM_THREADS=3", "seed=0,1")
+    done = sweep(tmp_path, "name=e", *TINY, "steps=2", "env.OMP_NUM_THREADS=1", "seed=0,1")
     assert done.code == 0, done.output
     late = sweep(tmp_path, "name=l", *TINY, "steps=2", "env.NCCL_DEBUG=WARN", "seed=0,1")
     assert late.code == 0, late.output
@@ -108,7 +108,7 @@ def test_cold_start_is_forced_by_what_is_read_at_import(tmp_path: Path) -> None:
 
     for name in statuses(tmp_path / "e"):
         env, cold = threads_and_start(tmp_path / "e" / name)
-        assert env["OMP_NUM_THREADS"] == "3"
+        assert env["OMP_NUM_THREADS"] == "1"
     for name in statuses(tmp_path / "l"):
         env, warm = threads_and_start(tmp_path / "l" / name)
         assert env["NCCL_DEBUG"] == "WARN" and "OMP_NUM_THREADS" not in env
