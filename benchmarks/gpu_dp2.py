@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_dp2 --out docs/results/dp2 --budget 560
 
 Runs in this order and stops starting new parts when the budget (seconds) is nearly used: the 18 points of
-sweeps=dp2_reductions; NCCL presets; replay over NCCL; two independent single-GPU runs side by side; torchtitan with FSDP.
+sweeps=dp2_reductions; two independent single-GPU runs side by side; torchtitan with FSDP; buckets and transport of zero2o;
+NCCL presets; replay over NCCL.
 Every part is the command that a user would type. NVLink multicast stays as the environment has it (off where it must be).
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.beside import ROOT, run_peer
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
+SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "single0", "single1")
 STEADY = 5  # steps dropped: compile and the first steps after it
 
 
@@ -40,9 +42,10 @@ def rows(name: str) -> list[dict[str, Any]]:
         s = json.loads(status.read_text())
         cfg = yaml.safe_load((status.parent / "config.yaml").read_text())
         row: dict[str, Any] = {
-            "sweep": name, "reduction": cfg["reduction"]["name"], "micro_batch": cfg["micro_batch"],
-            "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"], "nproc": cfg["nproc"],
-            "status": s["status"], "reason": s["reason"],
+            "sweep": name, "reduction": cfg["reduction"]["name"], "bucket_mib": cfg["reduction"]["bucket_mib"],
+            "transport": cfg["reduction"]["transport"],
+            "micro_batch": cfg["micro_batch"], "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"],
+            "nproc": cfg["nproc"], "status": s["status"], "reason": s["reason"],
         }  # fmt: skip
         lines = (
             [json.loads(x) for x in (status.parent / "metrics.jsonl").read_text().splitlines()]
@@ -76,20 +79,32 @@ def torchtitan(micro_batch: int, packages: str) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    names = ("run", "reduction", "recompute", "nccl", "micro-batch", "step ms", "tokens/s", "MFU %", "MFU causal %")
+    names = (
+        "run",
+        "reduction",
+        "bucket MiB",
+        "recompute",
+        "nccl",
+        "micro-batch",
+        "step ms",
+        "tokens/s",
+        "MFU %",
+        "MFU causal %",
+    )
     head = [*names, "in-step peak GiB / rank", "exposed %"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
         if r["status"] != "ok" or "step_s" not in r:
-            cells = [r[k] for k in ("sweep", "reduction", "recompute", "nccl", "micro_batch")]
+            cells = [
+                r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")
+            ]
             lines.append(f"| {' | '.join(map(str, cells))} | {r['status']}: {r['reason']} |")
             continue
         memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
         exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
-        lines.append(
-            f"| {r['sweep']} | {r['reduction']} | {r['recompute']} | {r['nccl']} | {r['micro_batch']} | {1e3 * r['step_s']:.1f}"
-            f" | {r['tokens_per_s']:,.0f} | {r['mfu']:.2f} | {r['mfu_causal']:.2f} | {memory} | {exposed} |"
-        )
+        told = [r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")]
+        numbers = [f"{1e3 * r['step_s']:.1f}", f"{r['tokens_per_s']:,.0f}", f"{r['mfu']:.2f}", f"{r['mfu_causal']:.2f}"]
+        lines.append(f"| {' | '.join([*map(str, told), *numbers, memory, exposed])} |")
     return "\n".join(lines)
 
 
@@ -139,8 +154,12 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
+    p.add_argument("--transports", default="collective,peer", help="of the part tuned (default: %(default)s)")
     p.add_argument(
-        "--parts", default="grid,single,peer,nccl,replay", help="which parts to run; others are read if there"
+        "--buckets", default="25,100,400", help="reduction.bucket_mib of the part tuned (default: %(default)s)"
+    )
+    p.add_argument(
+        "--parts", default="grid,single,peer,tuned,nccl,replay", help="which parts to run; others are read if there"
     )
     args = p.parse_args()
     began = time.monotonic()
@@ -152,7 +171,7 @@ def main() -> None:
     peer = []
     parts = args.parts.split(",")
     if "grid" in parts:
-        for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1"):
+        for name in SWEEPS:
             shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
         train("dp2", "sweeps=dp2_reductions", steps).wait()
     if "single" in parts and left(60):
@@ -172,6 +191,9 @@ def main() -> None:
             run.wait()
     if "peer" in parts and args.peers and left(90):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
+    if "tuned" in parts and left(90):  # how long the matmuls beside a collective wait for its SMs
+        how = [f"reduction.bucket_mib={args.buckets}", f"reduction.transport={args.transports}", "timeout=90"]
+        train("dp2_buckets", *DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", *how, steps).wait()
     if "nccl" in parts and left(60):
         train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
     if "replay" in parts and left(100):
@@ -187,7 +209,7 @@ def main() -> None:
         ).wait()
     if "peer" in parts and args.peers and left(70):
         peer += [r for r in [torchtitan(8, args.peers)] if r]
-    results = [r for name in ("dp2", "dp2_nccl", "dp2_replay", "single0", "single1") for r in rows(name)]
+    results = [r for name in SWEEPS for r in rows(name)]
     said = claims(results, peer)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     record = {

@@ -2,11 +2,14 @@
 
     python -m benchmarks.gpu_memory                        # all parts, at most 530 s
     python -m benchmarks.gpu_memory --only dense,peer      # dense_1b and torchtitan beside it
-    python -m benchmarks.gpu_memory --json memory.json     # the rows as JSON too
+    python -m benchmarks.gpu_memory --levers none,budget   # some levers of each part
+    python -m benchmarks.gpu_memory --json memory.json     # the rows as JSON too, beside those of earlier calls
+    python -m benchmarks.gpu_memory --only nothing --json memory.json --picture memory.svg    # what is there already
 
 Parts: `dense` is dense_1b at seq 2048, micro-batch 16; `llama` is llama3_8b at seq 8192, against full recompute with the
 chunked head (a plain run does not fit); `tight` is llama3_8b under recipe=memory_tight at seq 32768; `peer` is torchtitan
-(benchmarks/peers) on dense_1b. What the time is too short for is listed as not run. Prints one table, last.
+(benchmarks/peers) on dense_1b. What the time is too short for is listed as not run. Prints one table, last; ratios
+are within a call, and a row that was measured again takes the earlier one's place.
 """
 
 import argparse
@@ -17,9 +20,14 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from analysis.plots.bars import stack
+from analysis.plots.style import context, figure, finish, legend
 from benchmarks.beside import ROOT, run_peer
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
@@ -59,6 +67,7 @@ class Row:
     peak_gib: float | None = None
     host_gib: float | None = None
     kinds_gib: dict[str, float] = field(default_factory=dict)
+    date: str = field(default_factory=lambda: date.today().isoformat())
     slower_pct: float | None = None  # than the part's first lever
     less_memory_pct: float | None = None
     seconds: float = 0.0
@@ -69,31 +78,68 @@ def main() -> int:
     parser.add_argument("--only", default="dense,llama,tight,peer", help="parts, by the first word of their names")
     parser.add_argument("--seconds", type=float, default=530, help="nothing is started that would end later")
     parser.add_argument("--out", type=Path, help="where run folders go; a temporary folder by default")
+    parser.add_argument("--levers", help="of the parts, by name; all by default")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path, help="SVG of the memory by kind")
     args = parser.parse_args()
     wanted, end = set(args.only.split(",")), time.monotonic() + args.seconds
+    levers = set(args.levers.split(",")) if args.levers else None
     rows: list[Row] = []
+    earlier = [Row(**row) for row in json.loads(args.json.read_text())] if args.json and args.json.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         # what is compared comes first; extras last
         for part in sorted((p for p in PARTS if p.name.split(",")[0] in wanted), key=lambda p: "," in p.name):
-            rows += run(part, out, end)
-            save(args.json, rows)
+            rows += run(part, levers, out, end)
+            save(args.json, merged(earlier, rows))
             if part.name == "dense" and "peer" in wanted:
                 rows += beside_dense(end)
-                save(args.json, rows)
+                save(args.json, merged(earlier, rows))
     if "peer" in wanted and "dense" not in wanted:
         rows += beside_dense(end)
-        save(args.json, rows)
+        save(args.json, merged(earlier, rows))
     compare(rows)
-    save(args.json, rows)
+    save(args.json, merged(earlier, rows))
+    rows = merged(earlier, rows)
     show(rows)
+    if args.picture is not None:
+        args.picture.write_bytes(picture(rows))
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 
-def run(part: Part, out: Path, end: float) -> list[Row]:
+def merged(earlier: list[Row], rows: list[Row]) -> list[Row]:
+    """All rows in the order of PARTS and their levers, the peer's last; a row that did not run takes no other's place."""
+    found = {(row.part, row.lever): row for row in earlier}
+    found |= {(row.part, row.lever): row for row in rows if row.status == "ok" or (row.part, row.lever) not in found}
+    order = [(part.name, lever or "recipe=memory_tight") for part in PARTS for lever in part.levers]
+    return sorted(
+        found.values(), key=lambda row: order.index(key) if (key := (row.part, row.lever)) in order else len(order)
+    )
+
+
+def picture(rows: list[Row]) -> bytes:
+    """SVG: a bar a lever of dense_1b, stacked by what the memory holds; torchtitan's is one piece."""
+    shown = [row for row in rows if row.peak_gib and row.part.split(",")[0] in ("dense", "peer")]
+    kinds = list(dict.fromkeys(kind for row in shown for kind in row.kinds_gib))
+    parts = {kind: np.array([row.kinds_gib.get(kind, 0.0) for row in shown]) for kind in kinds}
+    parts["not told apart"] = np.array([0.0 if row.kinds_gib else row.peak_gib or 0.0 for row in shown])
+    names = [
+        row.lever if row.part in ("dense", "dense, more", "peer") else f"{row.lever}, {row.part[7:]}" for row in shown
+    ]
+    with context():
+        fig, ax = figure((6.6, 1.6 + 0.28 * len(shown)))
+        ends = stack(ax, parts, names)
+        for i, row in enumerate(shown):
+            ax.text(ends[i] + 0.6, i, f"{row.tokens_per_s:,.0f} tokens/s", va="center", fontsize=7)
+        ax.set_xlim(0, 1.25 * ends.max())
+        ax.set_xlabel("GiB at the step's peak")
+        legend(fig, ax)
+        return finish(fig, "memory_levers", "Memory by kind over the levers", "").svg
+
+
+def run(part: Part, levers: set[str] | None, out: Path, end: float) -> list[Row]:
     """The part's levers, one command each: a lever that hangs or is cut off costs no other."""
-    return [one(part, lever, out, end) for lever in part.levers]
+    return [one(part, lever, out, end) for lever in part.levers if levers is None or lever in levers]
 
 
 def one(part: Part, lever: str, out: Path, end: float) -> Row:
@@ -177,11 +223,11 @@ def save(path: Path | None, rows: list[Row]) -> None:
 def show(rows: list[Row]) -> None:
     """The table. Offload is compared with full recompute, all else with the part's first row."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds_gib))
-    head = ["part", "lever", "tokens/s", "slower %", "peak GiB", "less %", "host GiB", *kinds]
+    head = ["part", "lever", "date", "tokens/s", "slower %", "peak GiB", "less %", "host GiB", *kinds]
     table = [head]
     for row in rows:
         if row.tokens_per_s is None:
-            table.append([row.part, row.lever, row.status])
+            table.append([row.part, row.lever, row.date, row.status])
             continue
         numbers = [
             row.slower_pct,
@@ -191,8 +237,8 @@ def show(rows: list[Row]) -> None:
             *(row.kinds_gib.get(k) for k in kinds),
         ]
         shown = ["" if n is None else f"{n:.1f}" for n in numbers]
-        table.append([row.part, row.lever, f"{row.tokens_per_s:,.0f}", *shown])
-    widths = [max(len(r[i]) for r in table if i < len(r) and len(r) > 3) if table else 0 for i in range(len(head))]
+        table.append([row.part, row.lever, row.date, f"{row.tokens_per_s:,.0f}", *shown])
+    widths = [max(len(r[i]) for r in table if i < len(r) and len(r) > 4) if table else 0 for i in range(len(head))]
     for line in table:
         print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=False)).rstrip())
 

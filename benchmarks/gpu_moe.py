@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_moe --json moe.json     # as JSON too
     python -m benchmarks.gpu_moe --no-peer           # without torchtitan (benchmarks/peers says what it needs)
 
-The last line is the ratio of the first row to torchtitan's. Not measured on a GPU yet: docs/results has no table of it.
+Prints where the steps' time goes by kernel family, the rows, and last the ratio of the first row to torchtitan's.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from analysis import kernels
 from benchmarks.gpu_memory import Part, Row, one, torchtitan
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
@@ -33,19 +34,20 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
-        rows = [one(Part(f"moe, {name}", [*MOE, *keys], ["none"]), "none", out, end) for name, keys in CASES.items()]
-    rows += (
-        []
-        if args.no_peer
-        else [torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end)]
-    )
+        router, forced = (Part(f"moe, {name}", [*MOE, *keys], ["none"]) for name, keys in CASES.items())
+        rows = [one(router, "none", out, end)]
+        if not args.no_peer:
+            rows.append(torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end))
+        rows.append(one(forced, "none", out, end))
+        if any(out.glob("moe*/*/traces/*")):
+            print(kernels.render(sorted(out.glob("moe*")), 0, "markdown"))
     for row in rows:
         speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
         print(f"{row.part:20} {row.status:10} {speed}")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    if not args.no_peer and rows[0].tokens_per_s and rows[-1].tokens_per_s:
-        print(f"router / torchtitan: {rows[0].tokens_per_s / rows[-1].tokens_per_s:.2f}")
+    if not args.no_peer and rows[0].tokens_per_s and rows[1].tokens_per_s:
+        print(f"router / torchtitan: {rows[0].tokens_per_s / rows[1].tokens_per_s:.2f}")
     return 0 if all(row.status == "ok" for row in rows) else 1
 
 

@@ -1,10 +1,11 @@
-"""The claims about replay on one GPU: run `sweeps=gpu_record` and `gpu_flips`, check what they left, one line a claim.
+"""The claims about replay on one GPU: run `sweeps=gpu_record`, `gpu_replay` and `gpu_flips`, check what they left, one line a
+claim.
 
-With two GPUs the two sweeps run side by side, one a GPU.
+With two GPUs the last two run beside the first, on the other GPU.
 
-    PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--limit SECONDS] [KEY=VALUE ...]
+    PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--only gpu_flips] [--limit SECONDS] [KEY=VALUE ...]
 
-First makes a qualification record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
+First (part qualify) makes a record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
 only if every claim holds.
 """
 
@@ -15,10 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SWEEPS = ("gpu_record", "gpu_replay", "gpu_flips")
+PARTS = ("qualify", *SWEEPS)
 
 
 class Point:
@@ -40,7 +44,7 @@ class Point:
         return statistics.median(line["perf/throughput"] for line in lines[len(lines) // 2 :])
 
 
-def flips(points: list[Point]) -> tuple[str, bool, str]:
+def flips(points: list[Point]) -> list[tuple[str, bool, str]]:
     """Every flip is caught with its step, rank and tensor."""
     hit = [p for p in points if "fault" in p.given]
     named = 0
@@ -48,7 +52,7 @@ def flips(points: list[Point]) -> tuple[str, bool, str]:
         found = next(iter(p.summary.get("replay", {}).get("differences", [])), None)
         if found and p.summary.get("replay_match") is False:  # the fault spoils the first parameter's gradient
             named += (found["tensor"], found["step"], found["rank"]) == ("embed.weight.grad", 1, 0)
-    return "bit flips caught, with step, rank and tensor", named == len(hit) == 16, f"{named} of {len(hit)}"
+    return [("bit flips caught, with step, rank and tensor", named == len(hit) == 16, f"{named} of {len(hit)}")]
 
 
 def replays(points: list[Point]) -> list[tuple[str, bool, str]]:
@@ -99,7 +103,8 @@ def price(points: list[Point]) -> list[tuple[str, bool, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / f"gpu_record-{int(time.time())}")
-    parser.add_argument("--limit", type=float, default=450, help="seconds for the sweep")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of the parts (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=450, help="seconds for the sweeps")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every point")
     args = parser.parse_args()
     out = args.out.resolve()
@@ -107,25 +112,44 @@ def main() -> int:
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(out)}
     folder = out / "mfu-sweep" / "qualified"  # where runs with this XDG_CACHE_HOME look for records
-    subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
+    parts = args.only.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--only {unknown[0]}: valid are {', '.join(PARTS)}")
+    if "qualify" in parts:
+        subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
     began = time.monotonic()
     gpus = int(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]))
-    running = []
-    for i, name in enumerate(("gpu_record", "gpu_flips")):
-        command = [sys.executable, "-m", "train", "-m", f"sweeps={name}", f"out={out}", f"name={name}", *args.overrides]
-        own = {"CUDA_VISIBLE_DEVICES": str(i)} if gpus > 1 else {}
-        running.append(subprocess.Popen(command, env=env | own, cwd=ROOT))
-    for process in running:
-        try:
-            process.wait(max(1.0, args.limit - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the running point is interrupted; what has finished is shown below
-            process.wait()
+    wanted = [name for name in SWEEPS if name in parts]
+    queues = [wanted[:1], wanted[1:]] if gpus > 1 else [wanted]
+
+    def work(gpu: int) -> None:
+        own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus > 1 else {}
+        for name in queues[gpu]:
+            command = [
+                sys.executable,
+                "-m",
+                "train",
+                "-m",
+                f"sweeps={name}",
+                f"out={out}",
+                f"name={name}",
+                *args.overrides,
+            ]
+            process = subprocess.Popen(command, env=env | own, cwd=ROOT)
+            try:
+                process.wait(max(1.0, args.limit - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # the running point is interrupted; what has finished is shown below
+                process.wait()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(len(queues))))
     points = []
-    for sweep in (out / "gpu_record", out / "gpu_flips"):
-        grid = json.loads((sweep / "sweep.json").read_text())["grid"]
-        points += [Point(sweep / g["folder"], g["overrides"]) for g in grid]
-    claims = [flips(points), *replays(points), *memory(points), *price(points)]
+    for name in wanted:
+        grid = json.loads((out / name / "sweep.json").read_text())["grid"]
+        points += [Point(out / name / g["folder"], g["overrides"]) for g in grid]
+    checks = {"gpu_flips": [flips], "gpu_replay": [replays], "gpu_record": [memory, price]}
+    claims = [claim for name in wanted for check in checks[name] for claim in check(points)]
     print(f"\n{len(points)} points in {time.monotonic() - began:.0f} s")
     for name, holds, detail in claims:
         print(f"{'holds ' if holds else 'FAILED'}  {name:50} {detail}")

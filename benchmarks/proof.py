@@ -3,9 +3,10 @@
     PYTHON=python3 make proof              # or: python benchmarks/proof.py [--out FOLDER] [--steps N] [--recipe NAME]
 
 Steps, each with its exit code and seconds in steps.tsv: a qualification record of this machine's attention kernels, the GPU
-tests (a skip fails), the dense profile in training with replay=true, and the check of what these left. verdict.json says
-whether all of it passed, and whether this device, torch and driver are among the qualified ones, those that a record shipped
-with the package covers: only there does a pass back a claim of bitwise replay.
+tests (a skip fails; side by side, but for those that want a GPU to themselves), the dense profile in training with replay=true
+and the check of what these left. verdict.json says whether all of it passed, and whether this device, torch and driver are
+among the qualified ones, those that a record shipped with the package covers: only there does a pass back a claim of bitwise
+replay.
 
 Exit code: 0 passed and qualified, 4 passed on an unqualified stack, 1 anything failed.
 """
@@ -40,6 +41,14 @@ def run_step(name: str, command: list[str], out: Path, env: dict[str, str], limi
     if code:
         print((out / f"{name}.log").read_text(errors="replace")[-3000:], flush=True)
     return name, code, seconds
+
+
+def room() -> tuple[str, int]:
+    """(which of the tests marked gpu can run here, how many of them side by side): two cores and 16 GiB of a GPU for each."""
+    code = "import torch; n = torch.cuda.device_count(); print(n, torch.cuda.mem_get_info(0)[0] if n else 0)"
+    gpus, free = map(int, subprocess.check_output([sys.executable, "-c", code]).split())
+    workers = min(8, len(os.sched_getaffinity(0)) // 2, free >> 34)
+    return "gpu" if gpus > 1 else "gpu and not two_gpus", max(1, workers)
 
 
 def gpu_tests(report: Path) -> list[str]:
@@ -100,7 +109,7 @@ def main() -> int:
     parser.add_argument("--recipe", default="dense_1b_h200")
     parser.add_argument("--override", action="append", default=[], help="more KEY=VALUE for the replayed run")
     parser.add_argument("--tests", default="tests", help="where the GPU tests are; fewer prove less")
-    parser.add_argument("--limit", type=float, default=240, help="seconds a step may take")
+    parser.add_argument("--limit", type=float, default=420, help="seconds a step may take")
     args = parser.parse_args()
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -112,28 +121,40 @@ def main() -> int:
         "XDG_CACHE_HOME": str(out / "cache"),
     }
     python = sys.executable
-    several = int(subprocess.check_output([python, "-c", "import torch; print(torch.cuda.device_count())"])) > 1
-    which = "gpu" if several else "gpu and not two_gpus"
-    pytest = [
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        which,
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={out / 'gpu_tests.xml'}",
-        args.tests,
-    ]
+    which, workers = room()
+    tests = {
+        "gpu_tests": [f"{which} and not whole_gpu", "-n", str(workers), "--dist", "worksteal"],
+        "gpu_tests_alone": ["gpu and whole_gpu"],
+    }
     train = ["-m", "train", f"recipe={args.recipe}", "replay=true", f"steps={args.steps}", f"device={args.device}",
              f"out={out}", "name=replayed", *args.override]  # fmt: skip
     steps = [
         run_step("qualify", [python, "-m", "train.qualify", "--device", args.device], out, env, args.limit),
-        run_step("gpu_tests", [python, *pytest], out, env, args.limit),
+        *(
+            run_step(
+                name,
+                [
+                    python,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    f"--junitxml={out / name}.xml",
+                    args.tests,
+                    "-m",
+                    *how,
+                ],
+                out,
+                env,
+                args.limit,
+            )
+            for name, how in tests.items()
+        ),
         run_step("replayed", [python, *train], out, env, args.limit),
     ]
     began = time.monotonic()
-    wrong = gpu_tests(out / "gpu_tests.xml")
+    wrong = [line for name in tests for line in gpu_tests(out / f"{name}.xml")]
     more, summary = replayed(out / "replayed", args.device == "cuda")
     wrong += more + [f"step {name} ended with exit code {code}" for name, code, _ in steps if code]
     steps.append(("evidence", int(bool(wrong)), time.monotonic() - began))

@@ -26,7 +26,7 @@ def memory_by_kind(ranked: Ranked) -> Plot | None:
         rest = rows["peak_mem_gib"].to_numpy(float) - sum(parts.values())
         if (rest > 0.005 * rows["peak_mem_gib"]).any():
             parts["rest"] = np.maximum(np.nan_to_num(rest), 0)
-        total = _stack(ax, parts, _names(ranked, rows))
+        total = stack(ax, parts, _names(ranked, rows))
         capacity = rows["capacity_gib"].min()
         if capacity <= 8 * total.max():
             ax.axvline(capacity, color=INK, linestyle="--", linewidth=1.2, label=f"capacity {capacity:.4g} GiB")
@@ -50,7 +50,7 @@ def step_parts(ranked: Ranked) -> Plot | None:
         parts["rest"] = np.maximum(rest, 0)
     with context():
         fig, ax = figure((5.8, 1.4 + 0.28 * len(rows)))
-        _stack(ax, parts, _names(ranked, rows))
+        stack(ax, parts, _names(ranked, rows))
         ax.set_xlabel("seconds a step")
         legend(fig, ax)
         heading = "Communication against compute"
@@ -97,7 +97,7 @@ def _names(ranked: Ranked, rows: pd.DataFrame) -> list[str]:
     return [label(differing or ranked.knobs[:1], row) for _, row in rows.iterrows()]
 
 
-def _stack(ax: Axes, parts: dict[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
+def stack(ax: Axes, parts: dict[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
     """Horizontal stacked bars, the first on top; returns their lengths."""
     left = np.zeros(len(names))
     for i, (kind, width) in enumerate(parts.items()):

@@ -111,6 +111,7 @@ class Reduction:
     # fsdp: free gathered weights after forward; a number: keep them over so many neighbouring ranks
     reshard_after_forward: Optional[Union[bool, int]] = None
     prefetch: Optional[int] = None  # fsdp: layers whose weights are gathered ahead; null: torch's own choice, one
+    transport: Optional[str] = None  # zero2, zero2o: by `collective`, the default, or `peer`: copy engines, on one node
 
 
 @dataclass
@@ -138,7 +139,9 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
-    kernels: str = "inductor"  # inductor | fused: this project's own | some of them, joined by +: adamw+loss
+    kernels: str = (
+        "auto"  # inductor | fused: this project's own | some, as adamw+loss | auto: fused, what fits, on GPUs
+    )
     cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, for now
 
 

@@ -158,7 +158,8 @@ class Command:
         inherited = {
             k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"
         }  # torch exports it, in-process
-        full = inherited | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(self.temp), name: value} | (env or {})
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        full = inherited | {"PYTHONPATH": path, "TMPDIR": str(self.temp), name: value} | (env or {})
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | popen
         self.began = time.monotonic()
         self.process = subprocess.Popen(

@@ -102,6 +102,7 @@ input()
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_another_process_holds_the_memory(tmp_path: Path) -> None:
     """A point that would have fitted alone is not `oom`: the other process is named, and never a silent result."""
     hog = subprocess.Popen([sys.executable, "-c", HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -10,6 +10,7 @@ from train import config
 from train.kernels import adamw, loss
 from train.model import loss as plain_loss
 
+ALL = "adamw+loss+swiglu+rope"  # every kernel that goes with the others
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 
@@ -26,7 +27,7 @@ def adamw_case(
     offset: int = 0,
     steps: int = 3,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Steps by the kernel and by the plain form; what each leaves: masters, moments and weights."""
+    """Steps by the kernel and by the plain form; what each leaves: masters, both moments and weights, each in one tensor."""
     from train.kernels.jit.adamw import Launch
 
     optim = config.Optim("adamw", weight_decay=0.1)
@@ -50,7 +51,8 @@ def adamw_case(
             for i, g in enumerate(grads):
                 w = weights[i] if weight else None
                 adamw.reference(p[i], g, *moments[i], w, scale, step, 1e-2 / (t + 1), decays[i], optim)
-        left.append([*p, *(m for pair in moments for m in pair), *weights])
+        # one tensor a kind: a moment of few elements may be small because its gradients cancel, but not more exact for it
+        left.append([torch.cat(kind) for kind in (p, *zip(*moments, strict=True), weights) if kind])
     return left[0], left[1]
 
 

@@ -4,18 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.command import run
 from tests.memory.test_rules import cfg
 from train import config
-from train.kernels import names
+from train.kernels import backend, names
 from train.parallel import mesh
 from train.sweep import validate
 
 
 def test_names() -> None:
     assert names.chosen("inductor") == ()
-    assert names.chosen("fused") == ("adamw", "loss", "swiglu", "rope")
+    assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss")
     assert names.chosen("loss+adamw") == ("loss", "adamw")
 
 
@@ -24,7 +25,7 @@ def test_values_that_are_none(value: str) -> None:
     wrong = cfg()
     wrong.compile.kernels = value
     with pytest.raises(
-        config.ConfigError, match=f"^compile.kernels={value.replace('+', '.')}: must be inductor, fused, or"
+        config.ConfigError, match=f"^compile.kernels={value.replace('+', '.')}: must be auto, inductor, fused, or"
     ):
         validate.values(wrong)
 
@@ -32,7 +33,7 @@ def test_values_that_are_none(value: str) -> None:
 @pytest.mark.parametrize(
     ("kernels", "keys", "line"),
     [
-        ("fused", {"optim.name": "sign_sgd"}, "adamw is optim=adamw's update; without it: loss+swiglu+rope"),
+        ("fused", {"optim.name": "sign_sgd"}, "adamw is optim=adamw's update; without it: loss"),
         ("adamw", {"memory.optimizer_offload": "optimizer"}, "adamw wants its state on the device"),
         (
             "loss",
@@ -67,6 +68,32 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
     with pytest.raises(config.ConfigError) as caught:
         names.combination(wrong, degrees)  # type: ignore[arg-type]
     assert f"compile.kernels={kernels}: {line}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({}, ("adamw", "loss")),
+        ({"optim.name": "sign_sgd"}, ("loss",)),
+        ({"memory.optimizer_offload": "full"}, ("loss",)),
+        ({"parallelism.tp": 2}, ("adamw",)),
+        ({"parallelism.tp": 2, "optim.name": "sign_sgd"}, ()),
+    ],
+)
+def test_auto_takes_what_fits_and_refuses_nothing(keys: dict[str, object], left: tuple[str, ...]) -> None:
+    mine = cfg(reduction="ddp")
+    for key, value in keys.items():
+        group, name = key.split(".")
+        setattr(getattr(mine, group), name, value)
+    tp = int(mine.parallelism.tp)
+    names.combination(mine, dict.fromkeys(mesh.DIMS, 1) | {"tp": tp})  # type: ignore[arg-type]
+    assert names.fitting(mine, tp) == left
+
+
+def test_auto_takes_none_on_a_cpu() -> None:
+    mine = cfg(reduction="ddp")
+    mine.parallelism.tp = 1
+    assert mine.compile.kernels == "auto" and backend.used(mine, torch.device("cpu")) == ()
 
 
 def test_a_command_runs_the_plain_forms_here_and_says_so(tmp_path: Path) -> None:

@@ -108,8 +108,10 @@ def test_swiglu(dtype: torch.dtype) -> None:
     got = [swiglu.product(gate, up), *swiglu.backward(grad, gate, up)]
     again = swiglu.backward_again(grad, gate, up)
     assert all(torch.equal(a, b) for a, b in zip(again, [*got[1:], got[0]], strict=True))
+    # the GPU's exp2 in fp32 is good to 2 units, and its argument, of up to 13 here, is rounded before it
+    ulps = 8 if dtype == torch.float32 else 2
     for a, b in zip(got, want, strict=True):
-        assert (a - b.to(dtype)).abs().max() <= 2 * torch.finfo(dtype).eps * b.abs().max()
+        assert (a - b.to(dtype)).abs().max() <= ulps * torch.finfo(dtype).eps * b.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,7 +134,7 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("kernels", ["fused", "rope+swiglu_down"])
+@pytest.mark.parametrize("kernels", [given.ALL, "rope+swiglu_down"])
 def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> None:
     sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 768, "vocab": 1000}
     data = torch.randint(1000, (2, 2, 128), generator=torch.Generator().manual_seed(1)).cuda()
@@ -161,13 +163,13 @@ def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> N
 
 @pytest.mark.parametrize("reduction", ["ddp", "fsdp"])
 def test_one_gpu(reduction: str) -> None:
-    case = Case(reduction, grad_accum=2, kernels="fused")
+    case = Case(reduction, grad_accum=2, kernels=given.ALL)
     expected = reference(replace(case, kernels="inductor"))
     assert_equal_runs([cases.train(0, 1, replace(case, device="cuda"))], expected, [FP64] * 3)
 
 
 def test_bf16_twice_the_same() -> None:
-    first, second = (cases.train(0, 1, Case("ddp", "bf16", device="cuda", kernels="fused")) for _ in range(2))
+    first, second = (cases.train(0, 1, Case("ddp", "bf16", device="cuda", kernels=given.ALL)) for _ in range(2))
     assert_bitwise(first, second)
     assert all(torch.equal(w, first.weights[-1][name].bfloat16()) for name, w in first.model.items())
 

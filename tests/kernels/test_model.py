@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from tests.kernels import given
 from tests.model.tiny import TINY, build, saved_bytes, tokens
 from train import config
 from train.kernels import apply, loss, rope, swiglu
@@ -34,7 +35,8 @@ def gradients(kernels: str, mode: str, backend: str | None, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 @pytest.mark.parametrize(
-    ("mode", "kernels"), [("none", "fused"), ("full", "fused"), ("selective", "fused"), ("none", "rope+swiglu_down")]
+    ("mode", "kernels"),
+    [("none", given.ALL), ("full", given.ALL), ("selective", given.ALL), ("none", "rope+swiglu_down")],
 )
 def test_equal_to_the_plain_model(kernels: str, mode: str, backend: str | None) -> None:
     want = gradients("inductor", "none", None, torch.float64)
@@ -58,7 +60,7 @@ def test_they_are_put_in() -> None:
 
 @pytest.mark.slow
 def test_equal_under_inductor() -> None:
-    want, got = (gradients("fused", "none", backend, torch.float32) for backend in (None, "inductor"))
+    want, got = (gradients(given.ALL, "none", backend, torch.float32) for backend in (None, "inductor"))
     for name, tensor in want.items():
         assert (got[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 

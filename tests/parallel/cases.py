@@ -65,6 +65,7 @@ class Case:
     beta1: float = 0.0  # the first moment is then the clipped gradient itself
     lr: float = 1e-2
     device: str = "cpu"  # cuda: GPU number `rank`
+    transport: str | None = None  # reduction.transport
 
 
 @dataclass
@@ -136,7 +137,9 @@ def configuration(case: Case) -> config.Train:
             pp_schedule=case.pp_schedule,
             pp_virtual=case.pp_virtual,
         ),
-        reduction=config.Reduction(case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch),
+        reduction=config.Reduction(
+            case.reduction, case.bucket_mib, case.accumulate, case.reshard, case.prefetch, case.transport
+        ),
         memory=config.Memory("test", **dict(case.memory)),
         compile=config.Compile("layer" if case.compiled else "none", case.kernels),
         attention=config.Attention(case.attention),

@@ -50,6 +50,22 @@ def test_zero2o_equals_zero2_over_nccl(nccl: Ranks, dtype: str, accumulate: str,
 
 
 @pytest.mark.two_gpus
+@pytest.mark.parametrize("reduction", ("zero2", "zero2o"))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("accumulate", ("once", "every"))
+@pytest.mark.parametrize("bucket_mib", (0.0005, 25))
+def test_peer_copies_change_no_bit(nccl: Ranks, reduction: str, dtype: str, accumulate: str, bucket_mib: float) -> None:
+    """Many small buckets go round the slots often."""
+    widths = (33, 190, 7, 64)
+    case = Case(
+        reduction, dtype, bucket_mib, accumulate, grad_accum=2, device="cuda", model="odd", widths=widths, steps=8
+    )
+    for a, b in zip(nccl.run(cases.train, case), nccl.run(cases.train, replace(case, transport="peer")), strict=True):
+        assert_bitwise(a, b)
+        assert a.traffic["bytes"] == b.traffic["bytes"]
+
+
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("method", ("ulysses", "ring"))
 @pytest.mark.parametrize("reduction", ("ddp", "zero2o", "fsdp"))
 def test_context_parallel_over_nccl(nccl: Ranks, reduction: str, method: str) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels import given
 from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
@@ -22,7 +23,7 @@ def check(ranks: Ranks, case: Case) -> None:
 
 
 def test_the_cases_have_them() -> None:
-    case = Case("ddp", kernels="fused")
+    case = Case("ddp", kernels=given.ALL)
     cfg = cases.configuration(case)
     model = cases.make_model(case, cfg)
     assert isinstance(model, Transformer) and model.loss is loss.fused_loss
@@ -32,7 +33,7 @@ def test_the_cases_have_them() -> None:
 
 @pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "zero2rs", "fsdp"])
 def test_two_ranks(two: Ranks, reduction: str) -> None:
-    check(two, Case(reduction, kernels="fused", grad_accum=2))
+    check(two, Case(reduction, kernels=given.ALL, grad_accum=2))
 
 
 @pytest.mark.parametrize("reduction", ["zero2o", "fsdp"])
@@ -44,10 +45,10 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
     "case",
     [
         Case("fsdp", model="even", tp=2, kernels="adamw+swiglu+rope"),
-        Case("fsdp", model="even", cp=2, kernels="fused", memory=(("recompute", "full"),)),
-        Case("ddp", model="even", pp=2, grad_accum=2, kernels="fused"),
-        Case("zero2o", kernels="fused", memory=(("recompute", "selective"), ("lm_head_chunk", 7))),
-        Case("ddp", kernels="fused", memory=(("activation_offload", True),)),
+        Case("fsdp", model="even", cp=2, kernels=given.ALL, memory=(("recompute", "full"),)),
+        Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.ALL),
+        Case("zero2o", kernels=given.ALL, memory=(("recompute", "selective"), ("lm_head_chunk", 7))),
+        Case("ddp", kernels=given.ALL, memory=(("activation_offload", True),)),
     ],
     ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}",
 )
@@ -57,7 +58,7 @@ def test_meshes_and_levers(two: Ranks, case: Case) -> None:
 
 @pytest.mark.parametrize("reduction", ["ddp", "zero2o"])
 def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> None:
-    for out in two.run(cases.train, Case(reduction, dtype="bf16", kernels="fused")):
+    for out in two.run(cases.train, Case(reduction, dtype="bf16", kernels=given.ALL)):
         assert all(torch.equal(w, out.weights[-1][name].bfloat16()) for name, w in out.model.items())
 
 
@@ -65,6 +66,6 @@ def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> N
 @pytest.mark.two_gpus
 @pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "fsdp"])
 def test_two_gpus(nccl: Ranks, reduction: str) -> None:
-    case = Case(reduction, grad_accum=2, kernels="fused")
+    case = Case(reduction, grad_accum=2, kernels=given.ALL)
     expected = reference(replace(case, kernels="inductor"))
     assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)

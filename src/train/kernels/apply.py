@@ -3,7 +3,7 @@
 import torch
 
 from train import config
-from train.kernels import backend, loss, names, rope, swiglu
+from train.kernels import backend, loss, rope, swiglu
 from train.model.transformer import Block, FeedForward, Transformer
 
 
@@ -12,7 +12,7 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
 
     For the record: kernel → triton, or plain for its torch form, which runs where Triton can't.
     """
-    used = names.chosen(cfg.compile.kernels)
+    used = backend.used(cfg, device)
     if "loss" in used:
         model.loss = loss.head(cfg.memory)
     for block in model.layers:

@@ -1,16 +1,27 @@
 """compile.kernels: which kernels a run takes from this folder, and what each goes with. No torch here."""
 
+from collections.abc import Iterator
+
 from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
 NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope")
-FUSED = ("adamw", "loss", "swiglu", "rope")  # swiglu_down is swiglu for less memory
+FUSED = ("adamw", "loss")  # the others only match what Inductor makes: docs/kernels.md
 
 
 def chosen(value: str) -> tuple[str, ...]:
-    """The kernels that compile.kernels names: `inductor` none, `fused` those that save time, else names joined by +."""
-    return {"inductor": (), "fused": FUSED}.get(value, tuple(value.split("+")))
+    """The kernels that compile.kernels names: `inductor` none, `fused` those that save time, else names joined by +.
+
+    Of `auto` those it may take: `fitting` says which.
+    """
+    return {"inductor": (), "fused": FUSED, "auto": FUSED}.get(value, tuple(value.split("+")))
+
+
+def fitting(cfg: Train, tp: int) -> tuple[str, ...]:
+    """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
+    refused = {name for name, _ in _refusals(cfg, tp)}
+    return tuple(name for name in chosen(cfg.compile.kernels) if name not in refused)
 
 
 def values(cfg: Train) -> None:
@@ -19,14 +30,22 @@ def values(cfg: Train) -> None:
     names = chosen(value)
     wrong = [name for name in names if name not in NAMES]
     if wrong or len(set(names)) != len(names):
-        close = nearest(wrong[0], ["inductor", "fused", *NAMES]) if wrong else ""
-        valid = f"must be inductor, fused, or some of {', '.join(NAMES)} joined by +, each once{close}"
+        close = nearest(wrong[0], ["auto", "inductor", "fused", *NAMES]) if wrong else ""
+        valid = f"must be auto, inductor, fused, or some of {', '.join(NAMES)} joined by +, each once{close}"
         raise ConfigError("compile.kernels", value, valid)
 
 
 def combination(cfg: Train, degrees: dict[str, int]) -> None:
-    """Kernels that can't be had with the rest of the point. Raises ConfigError."""
-    names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
+    """Kernels that were asked for and can't be had with the rest of the point. Raises ConfigError."""
+    names = chosen(cfg.compile.kernels)
+    if cfg.compile.kernels != "auto" and (found := next(_refusals(cfg, degrees["tp"]), None)):
+        rest = "+".join(n for n in names if n != found[0]) or "inductor"
+        raise ConfigError("compile.kernels", cfg.compile.kernels, f"{found[0]} {found[1]}; without it: {rest}")
+
+
+def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
+    """(kernel, why) of those in compile.kernels that don't go with the rest."""
+    names, memory = chosen(cfg.compile.kernels), cfg.memory
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
     for name, refused, why in (
         ("adamw", cfg.optim.name != "adamw", "is optim=adamw's update"),
@@ -47,5 +66,4 @@ def combination(cfg: Train, degrees: dict[str, int]) -> None:
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
     ):
         if name in names and refused:
-            rest = "+".join(n for n in names if n != name) or "inductor"
-            raise ConfigError("compile.kernels", cfg.compile.kernels, f"{name} {why}; without it: {rest}")
+            yield name, why

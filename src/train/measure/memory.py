@@ -19,8 +19,17 @@ def peak(device: torch.device) -> float:
     if device.type == "cuda":
         # not max_memory_allocated: it sorts all of the allocator's counters by name for this one, and every step asks
         counters = torch.cuda.memory_stats_as_nested_dict(device)
-        return float(counters["allocated_bytes"]["all"]["peak"]) / GIB
+        return (float(counters["allocated_bytes"]["all"]["peak"]) + _outside) / GIB
     return host_peak()
+
+
+_outside = 0
+
+
+def outside(nbytes: int) -> None:
+    """So many bytes of the device are held from now on that torch's allocator doesn't count."""
+    global _outside
+    _outside += nbytes
 
 
 def host_peak() -> float:

@@ -121,8 +121,9 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # a thread begins on GPU 0, whatever this rank's is
-        begin = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        # a thread begins on GPU 0, whatever this rank's is; set_device takes no "cuda" without an index
+        here = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
+        begin = functools.partial(torch.cuda.set_device, here) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, "optimizer", begin)
         self._out, self._back = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         # two, so that each has one thread that takes from it

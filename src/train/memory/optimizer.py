@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from train import config
-from train.kernels import names
+from train.kernels import backend
 from train.kernels.adamw import FusedAdamW
 from train.memory.host import HostOptimizer
 from train.memory.sign_sgd import SignSGD
@@ -22,7 +22,7 @@ class Optimizers:
     def __init__(self, cfg: config.Train, device: torch.device) -> None:
         self._cfg, self._device = cfg, device
         self.full = cfg.memory.optimizer_offload == "full"
-        self.fused = "adamw" in names.chosen(cfg.compile.kernels)
+        self.fused = "adamw" in backend.used(cfg, device)
         self._streamed = cfg.memory.optimizer_offload == "optimizer"
         self._ring = Ring(device)
 

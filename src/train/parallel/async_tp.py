@@ -4,6 +4,8 @@ Its pass (torch._inductor.fx_passes.micro_pipeline_tp) replaces what tensor.py's
 symmetric memory, which GPUs read from each other directly. Needs compiled layers and GPUs with peer access.
 """
 
+from typing import Any
+
 import torch
 from torch._inductor import config as inductor
 from torch.distributed import _symmetric_memory as symmetric
@@ -32,7 +34,12 @@ def enable(dims: Dims) -> None:
             raise ConfigError(KEY, True, f"tp {dims.size('tp')} reaches beyond this node's GPUs; set it to false")
         if peer != here and not torch.cuda.can_device_access_peer(here, peer):
             raise ConfigError(KEY, True, f"GPU {here} can't read the memory of GPU {peer}; set it to false")
-    announce = getattr(symmetric, "enable_symm_mem_for_group", None)
-    if announce is not None and not hasattr(announce, "__deprecated__"):  # from torch 2.13 on every group can
-        announce(dims.group("tp").group_name)
+    announce(dims.group("tp"))
     inductor._micro_pipeline_tp = True
+
+
+def announce(group: Any) -> None:
+    """That `group`'s ranks will use symmetric memory; from torch 2.13 on every group can."""
+    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+    if enable is not None and not hasattr(enable, "__deprecated__"):
+        enable(group.group_name)

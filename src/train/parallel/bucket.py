@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from train.parallel.adamw import Piece, master_dtype
 
 Master = Callable[[Tensor, torch.dtype], Tensor]  # a weight's master copy, wherever it is kept
+Buffer = Callable[[int, torch.dtype], Tensor]  # flat memory for weights
 ALIGN = 128  # elements; 256 bytes in bf16, so that a parameter inside a buffer is as well aligned as one of its own
 
 
@@ -31,7 +32,12 @@ class Bucket:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], world: int, rank: int, master: Master = torch.Tensor.to
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        world: int,
+        rank: int,
+        master: Master = torch.Tensor.to,
+        buffer: Buffer | None = None,
     ) -> None:
         first = named[0][1]
         self.slots: list[Slot] = []
@@ -41,7 +47,10 @@ class Bucket:
             end += _aligned(p.numel())
         self.world, self.rank = world, rank
         self.shard = _aligned(-(-end // world))
-        self.weight = torch.zeros(world * self.shard, dtype=first.dtype, device=first.device)
+        size = world * self.shard
+        self.weight = (
+            torch.zeros(size, dtype=first.dtype, device=first.device) if buffer is None else buffer(size, first.dtype)
+        )
         for slot in self.slots:
             view = self.weight[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
             view.copy_(slot.parameter.detach())
@@ -64,14 +73,15 @@ class Bucket:
         assert self.grad is not None
         return [self.grad[low:high] for _, low, high in self.owned()]
 
-    def pack_grads(self) -> Tensor:
-        """All gradients in one flat buffer of the layout of `weight`, zeros where there is none; clears the parameters'."""
+    def pack_grads(self, out: Tensor | None = None) -> Tensor:
+        """All gradients in one flat buffer, `out` or a new one, of the layout of `weight`, zeros where there is none; clears
+        the parameters'."""
         parts = []
         for slot, gap in zip(self.slots, self.gaps, strict=True):
             grad = slot.parameter.grad
             parts += [self.weight.new_zeros(slot.numel) if grad is None else grad.reshape(-1), gap]
             slot.parameter.grad = None
-        return torch.cat(parts)
+        return torch.cat(parts, out=out)
 
     def gathered(self, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) from the flat [world * shard] concatenation of all ranks' slices."""
@@ -92,7 +102,12 @@ class Bucket:
 
 
 def make_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], mib: float, world: int, rank: int, master: Master = torch.Tensor.to
+    named: Sequence[tuple[str, nn.Parameter]],
+    mib: float,
+    world: int,
+    rank: int,
+    master: Master = torch.Tensor.to,
+    buffer: Buffer | None = None,
 ) -> list[Bucket]:
     """Buckets of at most `mib` MiB of gradients (a larger parameter gets one of its own) in reverse order of registration:
     about the order in which backward finishes gradients. All parameters of a bucket have one dtype."""
@@ -102,11 +117,11 @@ def make_buckets(
     for name, p in reversed(named):
         nbytes = p.numel() * p.element_size()
         if group and (size + nbytes > mib * 2**20 or p.dtype != group[0][1].dtype):
-            buckets.append(Bucket(group, world, rank, master))
+            buckets.append(Bucket(group, world, rank, master, buffer))
             group, size = [], 0
         group.append((name, p))
         size += nbytes
-    return [*buckets, Bucket(group, world, rank, master)] if group else buckets
+    return [*buckets, Bucket(group, world, rank, master, buffer)] if group else buckets
 
 
 def _aligned(n: int) -> int:

@@ -1,6 +1,6 @@
 """Updated weights from their owners to every rank, beside the next forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,16 @@ class WeightGather:
     """
 
     def __init__(
-        self, model: nn.Module, buckets: Sequence[Bucket], lane: Lane, meter: Meter, group: Any = None
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        lane: Lane,
+        meter: Meter,
+        group: Any = None,
+        pull: Callable[[Sequence[Bucket]], Iterator[Any]] | None = None,
     ) -> None:
+        """`pull`: in the all-gather's place, what gets buckets' weights from other ranks; yields when each has been issued."""
+        self._pull = pull
         self._lane, self._meter, self._group = lane, meter, group
         self._pending: dict[Bucket, Any] = {}
         blocks = list(getattr(model, "layers", ()))
@@ -48,10 +56,13 @@ class WeightGather:
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Send this rank's slices, as compute has updated them so far, and receive the others'."""
         with self._lane.beside():
-            for bucket in buckets:
+            for bucket, work in zip(buckets, (self._pull or self._all_gather)(buckets), strict=True):
                 self._meter.sent("all_gather", bucket.own.nbytes * (bucket.world - 1))
-                work = collectives.all_gather(bucket.weight, bucket.own, group=self._group, async_op=True)
                 self._pending[bucket] = self._lane.ticket(work)
+
+    def _all_gather(self, buckets: Sequence[Bucket]) -> Iterator[Any]:
+        for bucket in buckets:
+            yield collectives.all_gather(bucket.weight, bucket.own, group=self._group, async_op=True)
 
     def finish(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Compute that follows finds the weights of `buckets` (of all, by default) whole."""

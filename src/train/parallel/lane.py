@@ -46,7 +46,8 @@ class Lane:
         """Call inside `beside`."""
         if self._stream is None:
             return work
-        work.wait()  # the lane waits, not the host
+        if work is not None:  # None: it is on the lane itself
+            work.wait()  # the lane waits, not the host
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -60,8 +61,9 @@ class Lane:
                 else:
                     torch.cuda.current_stream().wait_event(ticket)
 
-    def hold(self, sent: Tensor, collective: str) -> None:
-        """Keep a buffer that compute made until the lane, as issued so far, is done with it.
+    def hold(self, sent: Tensor, collective: str, most: int = IN_FLIGHT) -> None:
+        """Keep a buffer that compute made until the lane, as issued so far, is done with it; compute waits while there are more
+        than `most`.
 
         Its memory goes back to the compute stream only behind the wait below. (Tensor.record_stream would keep every
         buffer of a step: the host frees them long before the GPU is done with the first.)
@@ -71,7 +73,7 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self._stream)
         self._held.append((sent, event))
-        while len(self._held) > IN_FLIGHT:
+        while len(self._held) > most:
             self.redeem([self._held.popleft()[1]], collective)
 
     def join(self, collective: str) -> None:

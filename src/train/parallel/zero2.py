@@ -21,7 +21,9 @@ from train.parallel.base import DataParallel, trainable
 from train.parallel.bucket import Bucket, make_buckets
 from train.parallel.dims import REDUCE, Dims
 from train.parallel.gather import WeightGather
-from train.parallel.lane import Lane
+from train.parallel.lane import IN_FLIGHT, Lane
+from train.parallel.peers import Peers
+from train.parallel.pull import SLOTS, Pull
 
 UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
 
@@ -37,9 +39,16 @@ class Zero2(DataParallel):
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         optimizers = Optimizers(cfg, device)
-        self._buckets = make_buckets(trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master)
+        self._pull = Pull(Peers(dims, group)) if cfg.reduction.transport == "peer" else None
+        self._buckets = make_buckets(
+            trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master,
+            self._pull.buffer if self._pull else None,
+        )  # fmt: skip
+        if self._pull:
+            self._pull.stage(self._buckets)
         self._lane = Lane(device, self.meter)
-        self._gather = WeightGather(model, self._buckets, self._lane, self.meter, group)
+        pull = self._pull.gather if self._pull else None
+        self._gather = WeightGather(model, self._buckets, self._lane, self.meter, group, pull)
         self._updates = [_Update(part, optimizers) for part in _groups(self._gather.buckets)]
         self._queue: list[tuple[Bucket, Any, Tensor]] = []  # issued and not yet summed (CPU)
         self._missing = [0] * len(self._buckets)  # gradients that a bucket still waits for in this micro-batch
@@ -80,24 +89,39 @@ class Zero2(DataParallel):
         """Send the next bucket's gradients to their owners."""
         bucket = self._buckets[self._next]
         self._next += 1
-        sent = bucket.pack_grads()
+        if self._pull:
+            with self.meter.waiting(self._collective):
+                slot = self._pull.slot(bucket)
+            sent = bucket.pack_grads(slot)
+        else:
+            sent = bucket.pack_grads()
         self.meter.sent(self._collective, sent.nbytes * (self._world - 1) // self._world)
         with self._lane.beside():
-            if self._collective == "reduce_scatter":
-                received = sent.new_empty(1, bucket.shard)
-                work = collectives.reduce_scatter(received.view(-1), sent, group=self._group, async_op=True)
+            if self._pull:
+                self._sum(bucket, self._pull.exchange(bucket))
             else:
-                received = sent.new_empty(self._world, bucket.shard)
-                work = collectives.all_to_all(received.view(-1), sent, group=self._group, async_op=True)
-            if self._lane.asynchronous:
-                work.wait()  # the lane waits, not the host
-                self._sum(bucket, received)
-            else:
-                self._queue.append((bucket, work, received))
-        self._lane.hold(sent, self._collective)
+                self._send(bucket, sent)
+        self._lane.hold(sent, self._collective, SLOTS - 1 if self._pull else IN_FLIGHT)
+
+    def _send(self, bucket: Bucket, sent: Tensor) -> None:
+        """By a collective."""
+        if self._collective == "reduce_scatter":
+            received = sent.new_empty(1, bucket.shard)
+            work = collectives.reduce_scatter(received.view(-1), sent, group=self._group, async_op=True)
+        else:
+            received = sent.new_empty(self._world, bucket.shard)
+            work = collectives.all_to_all(received.view(-1), sent, group=self._group, async_op=True)
+        if self._lane.asynchronous:
+            work.wait()  # the lane waits, not the host
+            self._sum(bucket, received)
+        else:
+            self._queue.append((bucket, work, received))
 
     def _sum(self, bucket: Bucket, received: Tensor) -> None:
         """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
+        if bucket.grad is None and len(received) == 2:  # one pass over memory; torch orders no more than two
+            bucket.grad = received.sum(0, dtype=bucket.master.dtype)
+            return
         if bucket.grad is None:
             bucket.grad = received[0].to(bucket.master.dtype, copy=True)
         else:
@@ -115,6 +139,9 @@ class Zero2(DataParallel):
         self._lane.join(self._collective)
         norm = self._norm() / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
+        if self._pull:
+            with self.meter.waiting("all_gather"):
+                self._pull.before_update()
         for update in self._updates:
             if isinstance(update.owner, HostOptimizer):
                 update.run(scale, lr)  # all of them travel and are updated while the first ones are waited for
@@ -153,6 +180,8 @@ class Zero2(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
+        if self._pull:
+            self._pull.before_update()
         for update in self._updates:
             update.publish()
         self._gather.start(self._gather.buckets)
@@ -162,6 +191,8 @@ class Zero2(DataParallel):
 
     def close(self) -> None:
         self._gather.close()
+        if self._pull:
+            self._pull.close()
         for hook in self._hooks:
             hook.remove()
 

@@ -120,6 +120,8 @@ def values(cfg: Train) -> None:
         raise ConfigError("code", cfg.code, "must be `new` or left out")
     if cfg.reduction.accumulate not in (None, "once", "every"):
         raise ConfigError("reduction.accumulate", cfg.reduction.accumulate, "must be once or every")
+    if cfg.reduction.transport not in (None, "collective", "peer"):
+        raise ConfigError("reduction.transport", cfg.reduction.transport, "must be collective or peer")
     if cfg.round.bits not in (32, 8, 4):
         raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
     for key in ("env", "nccl.env"):
@@ -239,6 +241,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         for key, users in (
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
             ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
+            ("transport", ("zero2", "zero2o")),
             ("reshard_after_forward", ("fsdp",)),
             ("prefetch", ("fsdp",)),
         ):
@@ -246,6 +249,11 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 raise ConfigError(
                     f"reduction.{key}", getattr(cfg.reduction, key), f"goes with reduction={'|'.join(users)} only"
                 )
+        if cfg.reduction.transport == "peer" and (cfg.device != "cuda" or nproc == 1):
+            where = f"device={cfg.device}" if cfg.device != "cuda" else "nproc=1"
+            raise ConfigError(
+                "reduction.transport", "peer", f"is for several GPUs of a node, here {where}; set it to collective"
+            )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         memory_rules.combination(cfg, nproc)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from train import config
 
-BLOCK, WARPS = 2048, 8  # 8 elements a thread: 16 bytes of a bf16 gradient, two loads of 16 bytes of each fp32 tensor
+BLOCK, WARPS = 1024, 4  # 8 elements a thread: 16 bytes of a bf16 gradient, two loads of 16 bytes of each fp32 tensor
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 

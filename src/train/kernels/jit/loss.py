@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 8192, 16  # logits that a program has in registers at once: 16 a thread
+BLOCK, WARPS = 4096, 8  # logits that a program has in registers at once: 16 a thread
 
 
 @triton.jit

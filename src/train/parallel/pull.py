@@ -1,0 +1,83 @@
+"""zero2's two exchanges by `Peers`: gradients to their owners, and weights back, each rank copying what it needs."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from train.parallel.bucket import Bucket
+from train.parallel.peers import Peers
+
+READY, TAKEN, UPDATED, GATHERED = range(4)  # what ranks say, once a bucket or, of weights, once a call
+SLOTS = 3  # buffers of packed gradients: one is packed while others are read
+
+
+class Pull:
+    """Call in this order: `buffer` for every bucket, `stage` once, and then `slot` (on the compute stream), `exchange` (on the
+    lane) for each bucket of a step, `before_update` and `gather` (on the lane)."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._others = [
+            (peers.rank + i) % peers.world for i in range(1, peers.world)
+        ]  # each link has one reader at a time
+        self._weights: dict[int, list[Tensor]] = {}
+        self._slots: list[list[Tensor]] = []
+        self._count = 0  # buckets exchanged so far
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros for a bucket's weights. Collective."""
+        seen = self._peers.empty(numel, dtype)
+        own = seen[self._peers.rank].zero_()
+        self._weights[own.data_ptr()] = seen
+        return own
+
+    def stage(self, buckets: Sequence[Bucket]) -> None:
+        """Make the slots. Collective."""
+        largest = max(b.weight.nbytes for b in buckets)
+        self._slots = [self._peers.empty(largest, torch.uint8) for _ in range(SLOTS)]
+        self._peers.meet()
+
+    def _slot(self, rank: int, bucket: Bucket) -> Tensor:
+        slot = self._slots[self._count % SLOTS][rank]
+        return slot[: bucket.weight.nbytes].view(bucket.dtype)
+
+    def slot(self, bucket: Bucket) -> Tensor:
+        """Where the bucket's gradients are to be packed: what was there has been taken by all others. (What this rank itself
+        still adds up from it, `Lane.hold` waits for.)"""
+        if self._count >= SLOTS:
+            self._peers.wait(TAKEN, self._count - SLOTS + 1)
+        return self._slot(self._peers.rank, bucket)
+
+    def exchange(self, bucket: Bucket) -> Tensor:
+        """All ranks' gradients of this rank's slice, [ranks, shard]."""
+        self._peers.say(READY)
+        self._peers.wait(READY)
+        mine = slice(self._peers.rank * bucket.shard, (self._peers.rank + 1) * bucket.shard)
+        found = bucket.weight.new_empty(self._peers.world, bucket.shard)
+        for r in (*self._others, self._peers.rank):
+            found[r].copy_(self._slot(r, bucket)[mine])
+        self._peers.say(TAKEN)
+        self._count += 1
+        return found
+
+    def before_update(self) -> None:
+        """On the compute stream: what follows may change this rank's weights, for all others have the last ones."""
+        self._peers.wait(GATHERED)
+
+    def gather(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """The other ranks' slices of the buckets' weights; yields when a bucket's have been asked for."""
+        self._peers.say(UPDATED)
+        self._peers.wait(UPDATED)
+        for i, bucket in enumerate(buckets):
+            seen = self._weights[bucket.weight.data_ptr()]
+            for r in self._others:
+                theirs = slice(r * bucket.shard, (r + 1) * bucket.shard)
+                bucket.weight[theirs].copy_(seen[r][theirs])
+            if i == len(buckets) - 1:
+                self._peers.say(GATHERED)
+            yield None
+
+    def close(self) -> None:
+        """No other rank reads this one's memory any more. Collective."""
+        self._peers.meet()
