@@ -11,6 +11,7 @@ import pytest
 from tests.faults.lab import Lab, gone, steps, wait_for
 from train import config
 from train.launch import starters
+from train.launch.classify import Verdict
 
 LONG = {"steps": 10**6}
 PHASES = [("start", -1), ("build", -1), ("train", 0), ("train", 20)]
@@ -42,6 +43,27 @@ def test_killed(lab: Lab, tmp_path: Path, rank: int, phase: str, step: int) -> N
         assert f"at step {trial.status['summary']['failure']['step']}" in verdict.reason
         kept = steps(trial.folder)
         assert kept and kept == list(range(len(kept)))  # a flush is due four times a second
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("what", ["rank", "server"])
+def test_a_schedulers_signal_reaches_the_supervisor_last(lab: Lab, tmp_path: Path, what: str, comes: bool) -> None:
+    """SLURM signals a step's processes one after the other: those that died of it have not crashed."""
+    trial = lab.start(tmp_path, **LONG)
+    trial.stop.meaning = lambda: Verdict("interrupted", "signal SIGTERM (requeued)")
+    trial.reach("train", 3)
+    os.kill(trial.pid(0) if what == "rank" else lab.warm.process.pid, signal.SIGTERM)
+    if comes:
+        time.sleep(0.3)
+        trial.stop.signum = signal.SIGTERM
+    verdict = trial.end()
+    if comes:
+        assert (verdict.status, verdict.reason) == ("interrupted", "signal SIGTERM (requeued)")
+    elif what == "rank":
+        assert verdict.reason.startswith("rank 0 killed by signal 15 (SIGTERM) at step ")
+    else:
+        assert (verdict.status, verdict.reason) == ("crashed", "the rank server ended with signal 15")
+    assert trial.status["status"] == verdict.status and trial.status["reason"] == verdict.reason
 
 
 def test_segfault_leaves_no_core(lab: Lab, tmp_path: Path) -> None:

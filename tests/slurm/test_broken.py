@@ -24,8 +24,10 @@ LONG = ("nproc=1", "steps=4000")
 
 @pytest.mark.slow
 def test_a_controller_that_is_away_for_seconds_is_waited_for(cli: Cli) -> None:
+    hasty = cli.out / "slurm.conf"  # sbatch itself tries for MessageTimeout, twice, before it says a word
+    hasty.write_text(cli.cluster.conf.read_text().replace("MessageTimeout=30", "MessageTimeout=5"))
     cli.cluster.kill("slurmctld")
-    p = cli.start("nproc=1", "name=away")
+    p = cli.start("nproc=1", "name=away", SLURM_CONF=str(hasty))
     assert p.stdout is not None
     said = p.stdout.readline()
     assert said.startswith("sbatch: Unable to contact slurm controller") and "trying again in 1 s" in said

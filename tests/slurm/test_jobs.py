@@ -59,11 +59,25 @@ def test_dry_run_of_1200_points(cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_an_array_above_max_array_size_is_chunked(cli: Cli) -> None:
-    text = cli.run("nproc=1", "seed=range(25)", "name=chunks", timeout=600)
-    assert text.count("submitted: array") == 3
-    assert cli.states("chunks") == ["ok"] * 25
-    jobs = json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]
-    assert sorted(len(j["points"]) for j in jobs) == [3, 11, 11]
+    """25 points are queued in three arrays; each array's first and last run, to show which point a task is."""
+    cli.cluster.drain()
+    p = cli.start("nproc=1", "seed=range(25)", "name=chunks")
+    cli.until(lambda: len(cli.cluster.jobs()) == 25, "25 tasks", 150)
+    cli.until(lambda: len(json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]) == 3, "three arrays")
+    arrays = json.loads((cli.out / "chunks/sweep.json").read_text())["jobs"]
+    assert sorted(len(a["points"]) for a in arrays) == [3, 11, 11]
+    inner = [f"{a['id']}_{i}" for a in arrays for i in range(1, len(a["points"]) - 1)]
+    cli.cluster.command("scancel", *inner)
+    cli.cluster.resume()
+    text = p.communicate(timeout=240)[0]
+    assert p.returncode == 1 and text.count("submitted: array") == 3, text + cli.logs()
+    found = cli.points("chunks")
+    assert len(found) == 25
+    for array in arrays:
+        states = [found[folder]["status"] for folder in array["points"]]
+        assert states == ["ok", *["interrupted"] * (len(states) - 2), "ok"], text + cli.logs()
+        for index in (0, len(states) - 1):
+            assert found[array["points"][index]]["job"]["id"] == f"{array['id']}_{index}"
 
 
 def test_bad_input_writes_nothing(cli: Cli) -> None:
@@ -153,8 +167,13 @@ def test_one_task_cancelled_while_it_waits_and_one_while_it_runs(cli: Cli) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["requeue", "usr2"])
-def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
-    p = cli.start("nproc=1", "steps=400", "name=again")
+def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str, tmp_path: Path) -> None:
+    """The job that is requeued from outside can't ask SLURM what the signal means: its next start records it."""
+    silent = tmp_path / "scontrol"
+    silent.write_text("#!/bin/sh\nexit 1\n")
+    silent.chmod(0o755)
+    setup = [f"launch.setup=['export PATH={tmp_path}:$PATH']"] if how == "requeue" else []
+    p = cli.start("nproc=1", "steps=400", "name=again", *setup)
     folder = cli.until(cli.training("again", 5), "steps")
     job = json.loads((folder / "status.json").read_text())["job"]["raw"]
     if how == "requeue":
@@ -168,6 +187,7 @@ def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str) -> None:
     assert steps(folder) == list(range(400))
     (first,) = attempts(folder)
     assert first["status"] == "interrupted"
+    assert first["job"]["requeued"] == ("signal SIGTERM" if how == "requeue" else "SIGUSR2")
     old = (folder / "attempts/1/metrics.jsonl").read_text()
     assert 5 <= old.count("\n") < 400
 

@@ -74,12 +74,15 @@ def test_which_points_a_queue_has(tmp_path: Path, status: dict[str, Any] | None,
 def test_watch_waits_for_queued_and_requeued_points(cli: Cli) -> None:
     cli.cluster.drain()
     cli.run("nproc=1", "steps=600", "name=queued", "launch.wait=false")
+    impatient = "import sys; from analysis import __main__, watch; watch.PATIENCE = 3.0; sys.exit(__main__.main())"
     watch = subprocess.Popen(
-        [sys.executable, "-m", "analysis", "watch", "queued", "--interval", "0.5"], cwd=cli.out, env=cli.env(),
+        [sys.executable, "-c", impatient, "watch", "queued", "--interval", "0.5"], cwd=cli.out, env=cli.env(),
         text=True, stdout=subprocess.PIPE,
     )  # fmt: skip
     cli.started.append(watch)
-    time.sleep(33)  # longer than it waits for a point that nobody has queued
+    assert watch.stdout is not None
+    assert "1 pending" in watch.stdout.readline()
+    time.sleep(5)  # longer than it waits for a point that nobody has queued
     assert watch.poll() is None
     cli.cluster.resume()
     cli.until(cli.training("queued", 5), "steps")

@@ -1,6 +1,7 @@
 """Odd answers of squeue and sacct, through fake binaries in PATH: the right class, or asked again."""
 
 import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +161,30 @@ def test_a_point_without_a_final_status(state: str | None, started: bool, expect
 def test_a_requeue_and_a_preemption_are_told_from_a_cancellation(fake: Fake, said: str, expected: str) -> None:
     fake("scontrol", f"JobId=15 {said}\n")
     assert queue.fate("15", 1) == expected
+
+
+#: what SLURM 22.05 says of a job that it has just preempted, `scontrol show job --oneliner`, shortened
+PREEMPTED = (
+    "JobId=15 ArrayJobId=15 ArrayTaskId=0 JobName=mfu-x-abc123 UserId=root(0) GroupId=root(0) MCS_label=N/A"
+    " Priority=4294901759 Nice=0 Account=(null) QOS=(null) JobState=COMPLETING Reason=None Dependency=(null) Requeue=1"
+    " Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:03 TimeLimit=UNLIMITED EndTime=Unknown Partition=main"
+)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
+def test_the_signals_that_end_a_job_do_not_end_its_questions(fake: Fake, tmp_path: Path, sig: signal.Signals) -> None:
+    """SLURM sends SIGTERM twice to every process of a step: to the scontrol that asks about the first one as well."""
+    fake("scontrol", PREEMPTED + "\n")
+    fake("sinfo", "n1 allocated\nn2 down*\n")
+    fake("squeue", "0:40\n")
+    for name in ("scontrol", "sinfo", "squeue"):
+        lines = (tmp_path / name).read_text().splitlines()
+        (tmp_path / name).write_text("\n".join((lines[0], f"kill -{int(sig)} $$", *lines[1:])))
+    with pytest.raises(queue.QueueError, match=f"left with -{int(sig)}"):
+        queue.ask("scontrol", "show", "job", "15")
+    before = signal.getsignal(sig)
+    assert (queue.fate("15", 0), queue.down(["n1", "n2"]), queue.seconds_left("15")) == ("requeued", "n2", 40.0)
+    assert signal.getsignal(sig) == before
 
 
 def test_dead_nodes_are_named(fake: Fake) -> None:

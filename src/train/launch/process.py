@@ -9,6 +9,8 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+#: by these a scheduler asks a job to end
+ENDING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 def _prctl(option: int, value: int) -> None:

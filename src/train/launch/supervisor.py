@@ -23,6 +23,8 @@ from train.sweep.freeze import SCHEMA, read_json, write_json
 
 #: after the first failure the peers get this long to say what happened to them
 GRACE_SECONDS = 0.5
+#: a scheduler's signal to a whole job may end its ranks so long before it reaches their supervisor, on a busy node
+SIGNAL_SECONDS = 1.0
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Supervisor:
             self.logs.mkdir(exist_ok=True)
             self.telemetry.begin(self.scratch, self._own_pids, len(self.local))
             verdict = self._start() or self._watch()
+            if verdict is None and any(e.code is not None and -e.code in process.ENDING for e in self.ends.values()):
+                verdict = self._told()
             self._end_ranks()
             decided, oom_killed = verdict is not None, limits.oom_kills() > oom_kills
             if verdict is None:
@@ -107,6 +111,8 @@ class Supervisor:
             verdict = Verdict("crashed", f"{name}{e}{explain.limits_of(e)}")
             if isinstance(e, EOFError) and limits.oom_kills() > oom_kills:
                 verdict = Verdict("oom", f"out of host memory: {e}, killed by the kernel")
+            elif isinstance(e, EOFError):
+                verdict = self._told() or verdict
         try:
             return self._last_word(verdict)
         finally:
@@ -200,6 +206,15 @@ class Supervisor:
             lead = self.watches[self.local[0]]
             self.on_progress(Progress(self.folder, lead.step, self.cfg.steps, lead.phase))
         return None
+
+    def _told(self) -> Optional[Verdict]:
+        """What the scheduler that started us means by the signal that ended ranks; None when none comes to us as well."""
+        if self.stop.meaning is None:
+            return None
+        deadline = time.monotonic() + SIGNAL_SECONDS
+        while self.stop.signum is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.stop.meaning() if self.stop.signum is not None else None
 
     def _ended(self, rank: int, code: Optional[int], at: float, killed: bool = False) -> None:
         self.watches[rank].look()

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from train import config, saved
 from train.config import Train
-from train.launch import environment, scratch, starters
+from train.launch import environment, process, scratch, starters
 from train.launch.classify import Verdict
 from train.launch.nodes import Nodes, address_towards
 from train.launch.prune import KEPT
@@ -95,7 +95,7 @@ class Job:
                 stop.signum = signum
                 os.write(write, b"x")
 
-        for s in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
+        for s in process.ENDING:
             signal.signal(s, handler)
         stop.meaning = self._meaning
         return stop
@@ -169,6 +169,10 @@ class Job:
             files.write_status(folder, point.identity, "infeasible", f"implied by {smaller}", self._record())
             say(f"{point.folder}  infeasible: implied by {smaller}")
             return 0
+        job = status.get("job") or {}
+        if self._mine(status) and job["restart"] < self.place.restart and "requeued" not in job:
+            # SLURM gave no answer when the attempt ended; that this start runs is the answer
+            write_json(folder / "status.json", status | {"job": job | {"requeued": status["reason"]}})
         return archive(folder)
 
     def _mine(self, status: dict[str, Any]) -> bool:
@@ -273,9 +277,10 @@ class Job:
             say(f"not requeued ({self.again}): launch.requeues={self.told.requeues} is used up")
             return
         say(f"requeued: {self.again}")
-        done = subprocess.run(["scontrol", "requeue", self.place.raw], capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            say(f"scontrol requeue: {done.stderr.strip()}")
+        try:
+            queue.ask_while_ending("scontrol", "requeue", self.place.raw, timeout=60)
+        except queue.QueueError as e:
+            say(f"scontrol requeue: {e}")
 
 
 def main(submission: str) -> int:

@@ -1,10 +1,12 @@
 """What SLURM says about jobs: squeue while they are known, sacct where there is accounting. Odd answers are asked again."""
 
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from typing import Optional
 
+from train.launch import process
 from train.launch.classify import Verdict
 from train.launch.slurm.options import seconds
 
@@ -66,6 +68,20 @@ def ask(*command: str, timeout: Optional[float] = None) -> str:
     if done.returncode:
         raise QueueError(" ".join(done.stderr.split()) or f"{command[0]} left with {done.returncode}")
     return done.stdout
+
+
+def ask_while_ending(*command: str, timeout: float = ENDING_SECONDS) -> str:
+    """The same in a job that SLURM is ending, by a command that its signals don't reach. Raises QueueError.
+
+    Depending on proctrack they go to every process of a step, and twice, from slurmd and through srun: the second would kill
+    the command that is to say what the first one meant. What is ignored here, a command that we start ignores too.
+    """
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in process.ENDING}
+    try:
+        return ask(*command, timeout=timeout)
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 def clean(state: str) -> str:
@@ -157,7 +173,7 @@ def fate(raw: str, restart: int) -> str:
     room, and may be asked to start again. "": it is over, or SLURM can't say.
     """
     try:
-        text = ask("scontrol", "show", "job", "--oneliner", raw, timeout=ENDING_SECONDS)
+        text = ask_while_ending("scontrol", "show", "job", "--oneliner", raw)
     except QueueError:
         return ""
     fields = dict(part.partition("=")[::2] for part in text.split())
@@ -170,9 +186,7 @@ def fate(raw: str, restart: int) -> str:
 def down(hosts: list[str]) -> str:
     """Those of a job's nodes that SLURM holds for dead, joined by commas; "" for none, or when it can't be asked."""
     try:
-        text = ask(
-            "sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T", timeout=ENDING_SECONDS
-        )
+        text = ask_while_ending("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T")
     except QueueError:
         return ""
     states = [line.split() for line in text.splitlines()]
@@ -183,7 +197,7 @@ def down(hosts: list[str]) -> str:
 def seconds_left(raw: str) -> Optional[float]:
     """Time that the job has left; None when SLURM can't say."""
     try:
-        text = ask("squeue", "--noheader", f"--jobs={raw}", "--format=%L").strip()
+        text = ask_while_ending("squeue", "--noheader", f"--jobs={raw}", "--format=%L").strip()
     except QueueError:
         return None
     if text.startswith("-"):
