@@ -23,6 +23,9 @@ from benchmarks.beside import ROOT, run_peer
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
 SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "single0", "single1")
+#: column of the table → of a row
+TOLD = {"run": "sweep", "reduction": "reduction", "bucket MiB": "bucket_mib", "transport": "transport",
+        "recompute": "recompute", "nccl": "nccl", "micro-batch": "micro_batch"}  # fmt: skip
 STEADY = 5  # steps dropped: compile and the first steps after it
 
 
@@ -79,32 +82,17 @@ def torchtitan(micro_batch: int, packages: str) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    names = (
-        "run",
-        "reduction",
-        "bucket MiB",
-        "recompute",
-        "nccl",
-        "micro-batch",
-        "step ms",
-        "tokens/s",
-        "MFU %",
-        "MFU causal %",
-    )
-    head = [*names, "in-step peak GiB / rank", "exposed %"]
+    head = [*TOLD, "step ms", "tokens/s", "MFU %", "MFU causal %", "in-step peak GiB / rank", "exposed %"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
+        told = [str(r[key]) for key in TOLD.values()]
         if r["status"] != "ok" or "step_s" not in r:
-            cells = [
-                r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")
-            ]
-            lines.append(f"| {' | '.join(map(str, cells))} | {r['status']}: {r['reason']} |")
+            lines.append(f"| {' | '.join(told)} | {r['status']}: {r['reason']} |")
             continue
         memory = " / ".join(f"{m:.2f}" for m in r["rank_step_peak_mem_gib"] or [])
         exposed = "" if r["exposed_s"] is None else f"{100 * r['exposed_s'] / r['step_s']:.2f}"
-        told = [r[k] for k in ("sweep", "reduction", "bucket_mib", "transport", "recompute", "nccl", "micro_batch")]
         numbers = [f"{1e3 * r['step_s']:.1f}", f"{r['tokens_per_s']:,.0f}", f"{r['mfu']:.2f}", f"{r['mfu_causal']:.2f}"]
-        lines.append(f"| {' | '.join([*map(str, told), *numbers, memory, exposed])} |")
+        lines.append(f"| {' | '.join([*told, *numbers, memory, exposed])} |")
     return "\n".join(lines)
 
 

@@ -205,14 +205,16 @@ def torchtitan(row: Row, arguments: list[str], end: float) -> Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Every row against the first of its part; offload against full recompute, which it adds to."""
+    """Every row against the first lever of its PARTS; offload against full recompute, which it adds to."""
     for row in rows:
-        group = [r for r in rows if r.part.split(",")[0] == row.part.split(",")[0] and r.tokens_per_s]
-        base = next((r for r in group if r.lever == "full_recompute"), None) if row.lever == "offload" else group[:1]
-        base = base[0] if isinstance(base, list) and base else base
-        if row.tokens_per_s and isinstance(base, Row) and base is not row and base.tokens_per_s and base.peak_gib:
-            row.slower_pct = 100 * (1 - row.tokens_per_s / base.tokens_per_s)
-            row.less_memory_pct = 100 * (1 - (row.peak_gib or 0) / base.peak_gib)
+        family = row.part.split(",")[0]
+        first = next((part.levers[0] for part in PARTS if part.name == family), "torchtitan none")
+        lever = "full_recompute" if row.lever == "offload" else first
+        base = next((r for r in rows if r.part == family and r.lever == lever and r is not row), None)
+        if base is None or not (row.tokens_per_s and row.peak_gib and base.tokens_per_s and base.peak_gib):
+            continue
+        row.slower_pct = 100 * (1 - row.tokens_per_s / base.tokens_per_s)
+        row.less_memory_pct = 100 * (1 - row.peak_gib / base.peak_gib)
 
 
 def save(path: Path | None, rows: list[Row]) -> None:

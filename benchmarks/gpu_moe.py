@@ -39,13 +39,13 @@ def main() -> int:
         if not args.no_peer:
             rows.append(torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end))
         rows.append(one(forced, "none", out, end))
+        if args.json:
+            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         if any(out.glob("moe*/*/traces/*")):
             print(kernels.render(sorted(out.glob("moe*")), 0, "markdown"))
     for row in rows:
         speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
         print(f"{row.part:20} {row.status:10} {speed}")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if not args.no_peer and rows[0].tokens_per_s and rows[1].tokens_per_s:
         print(f"router / torchtitan: {rows[0].tokens_per_s / rows[1].tokens_per_s:.2f}")
     return 0 if all(row.status == "ok" for row in rows) else 1

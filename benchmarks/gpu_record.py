@@ -80,7 +80,7 @@ def memory(points: list[Point]) -> list[tuple[str, bool, str]]:
             ratio = p.summary["round"]["compression_ratio"]
             detail = f"in steps {inside:.2f} GiB, over the round {whole:.2f} GiB, compression {ratio:.1f}"
         rows.append((f"memory micro_batch={p.given['micro_batch']}", p.ok, detail))
-    return rows
+    return rows or [("memory", False, "no point ran")]
 
 
 def price(points: list[Point]) -> list[tuple[str, bool, str]]:
@@ -125,6 +125,8 @@ def main() -> int:
     def work(gpu: int) -> None:
         own = {"CUDA_VISIBLE_DEVICES": str(gpu)} if gpus > 1 else {}
         for name in queues[gpu]:
+            if (left := args.limit - (time.monotonic() - began)) < 1:
+                continue  # its claims fail below
             command = [
                 sys.executable,
                 "-m",
@@ -137,7 +139,7 @@ def main() -> int:
             ]
             process = subprocess.Popen(command, env=env | own, cwd=ROOT)
             try:
-                process.wait(max(1.0, args.limit - (time.monotonic() - began)))
+                process.wait(left)
             except subprocess.TimeoutExpired:
                 process.terminate()  # the running point is interrupted; what has finished is shown below
                 process.wait()
@@ -146,7 +148,8 @@ def main() -> int:
         list(pool.map(work, range(len(queues))))
     points = []
     for name in wanted:
-        grid = json.loads((out / name / "sweep.json").read_text())["grid"]
+        file = out / name / "sweep.json"
+        grid = json.loads(file.read_text())["grid"] if file.exists() else []
         points += [Point(out / name / g["folder"], g["overrides"]) for g in grid]
     checks = {"gpu_flips": [flips], "gpu_replay": [replays], "gpu_record": [memory, price]}
     claims = [claim for name in wanted for check in checks[name] for claim in check(points)]

@@ -5,7 +5,7 @@
 Runs alternate (ours, torchtitan, ours, …), each in a process of its own, as a user would start it; a setting's figure is the
 median over its repeats. A last profiled run of ours gives the time by kernel family. What an earlier call wrote to OUT.json
 stays, each row with its date, so that a table can be made over several calls; ratios are within a call. Variants of ours,
-in turn with each other, by --ours "" --ours compile.kernels=fused.
+in turn with each other, by --ours compile.kernels=inductor --ours "".
 """
 
 import argparse

@@ -126,6 +126,8 @@ def main() -> int:
         "gpu_tests": [f"{which} and not whole_gpu", "-n", str(workers), "--dist", "worksteal"],
         "gpu_tests_alone": ["gpu and whole_gpu"],
     }
+    if args.tests != "tests":
+        del tests["gpu_tests_alone"]  # which are few, and may be elsewhere
     train = ["-m", "train", f"recipe={args.recipe}", "replay=true", f"steps={args.steps}", f"device={args.device}",
              f"out={out}", "name=replayed", *args.override]  # fmt: skip
     steps = [

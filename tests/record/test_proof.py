@@ -60,8 +60,8 @@ def test_the_command_without_a_gpu_claims_nothing(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     rows = [line.split("\t") for line in (tmp_path / "steps.tsv").read_text().splitlines()]
-    assert [row[0] for row in rows] == ["qualify", "gpu_tests", "gpu_tests_alone", "replayed", "evidence"]
-    assert rows[3][1] == "0", done.stdout
+    assert [row[0] for row in rows] == ["qualify", "gpu_tests", "replayed", "evidence"]
+    assert rows[2][1] == "0", done.stdout
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["passed"] is False and verdict["qualified"] is False and "nothing is claimed" in verdict["claim"]
     assert any(line.endswith((": error", ": failure")) for line in verdict["wrong"])

@@ -54,6 +54,7 @@ def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
         *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "input_grad")),
+        ("norm", cfg.model.norm_eps == 0, "needs model.norm_eps above 0"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", "swiglu" in names, "takes swiglu's place"),

@@ -61,9 +61,8 @@ class Lane:
                 else:
                     torch.cuda.current_stream().wait_event(ticket)
 
-    def hold(self, sent: Tensor, collective: str, most: int = IN_FLIGHT) -> None:
-        """Keep a buffer that compute made until the lane, as issued so far, is done with it; compute waits while there are more
-        than `most`.
+    def hold(self, sent: Tensor, collective: str) -> None:
+        """Keep a buffer that compute made until the lane, as issued so far, is done with it.
 
         Its memory goes back to the compute stream only behind the wait below. (Tensor.record_stream would keep every
         buffer of a step: the host frees them long before the GPU is done with the first.)
@@ -73,7 +72,7 @@ class Lane:
         event = torch.cuda.Event()
         event.record(self._stream)
         self._held.append((sent, event))
-        while len(self._held) > most:
+        while len(self._held) > IN_FLIGHT:
             self.redeem([self._held.popleft()[1]], collective)
 
     def join(self, collective: str) -> None:

@@ -6,11 +6,13 @@ device memory by themselves (cuStreamWaitValue32 and cuStreamWriteValue32, CUDA 
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
 
 from train.config import ConfigError
 from train.measure import memory
@@ -18,8 +20,8 @@ from train.parallel.async_tp import announce
 from train.parallel.dims import Dims
 
 KEY = "reduction.transport"
-KINDS = 4  # of flags: see `Peers.say`
-GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, so that a count may pass 2**31
+KINDS = 3  # of flags: see `Peers.say`
+FLAGS = 0  # of a wait: CU_STREAM_WAIT_VALUE_GEQ, cyclic, so that a count may pass 2**31; of a write: the default, with a fence
 
 
 class Peers:
@@ -31,12 +33,16 @@ class Peers:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._others = [r for r in range(self.world) if r != self.rank]
         check(dims, group)
-        from torch.distributed import _symmetric_memory as symmetric  # needs CUDA builds of torch
-
-        self._symmetric: Any = symmetric
         announce(group)
+        # torch would make a multicast object of each allocation, which nothing here uses and not every host can have
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._flags = self.empty(KINDS * self.world, torch.int32)
+        try:
+            self._flags = self.empty(KINDS * self.world, torch.int32)
+        except RuntimeError as e:
+            raise ConfigError(
+                KEY, "peer", f"no symmetric memory here ({str(e).splitlines()[0]}); set it to collective"
+            ) from e
         self._flags[self.rank].zero_()
         self._said = [0] * KINDS
         self.meet()
@@ -44,16 +50,11 @@ class Peers:
     def empty(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """A flat tensor of every rank, this one's own among them, in group order. Collective."""
         before = torch.cuda.memory_allocated(self._device)
-        own = self._symmetric.empty(numel, dtype=dtype, device=self._device)
+        own = symmetric.empty(numel, dtype=dtype, device=self._device)
         memory.outside(
             own.nbytes - (torch.cuda.memory_allocated(self._device) - before)
         )  # what the allocator doesn't count
-        try:
-            handle = self._symmetric.rendezvous(own, self._group.group_name)
-        except RuntimeError as e:
-            raise ConfigError(
-                KEY, "peer", f"no symmetric memory here ({str(e).splitlines()[0]}); set it to collective"
-            ) from e
+        handle = symmetric.rendezvous(own, self._group.group_name)
         seen: list[Tensor] = [handle.get_buffer(r, (numel,), dtype, 0) for r in range(self.world)]
         if seen[self.rank].data_ptr() != own.data_ptr():
             raise ConfigError(
@@ -85,7 +86,7 @@ class Peers:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         function = getattr(self._driver, name)
         code = function(
-            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(GEQ)
+            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(FLAGS)
         )
         if code:
             raise RuntimeError(f"{name}: CUDA driver error {code}")
@@ -96,7 +97,7 @@ def check(dims: Dims, group: Any) -> None:
     here = dims.device.index
     for rank in dist.get_process_group_ranks(group):
         there = here + rank - dist.get_rank()
-        if not 0 <= there < torch.cuda.device_count():
+        if not 0 <= there < int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())):
             raise ConfigError(KEY, "peer", "the ranks that reduce together are on several nodes; set it to collective")
         if there != here and not torch.cuda.can_device_access_peer(here, there):
             raise ConfigError(KEY, "peer", f"GPU {here} can't read the memory of GPU {there}; set it to collective")

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from train.parallel.bucket import Bucket
+from train.parallel.lane import IN_FLIGHT
 from train.parallel.peers import Peers
 
-READY, TAKEN, UPDATED, GATHERED = range(4)  # what ranks say, once a bucket or, of weights, once a call
-SLOTS = 3  # buffers of packed gradients: one is packed while others are read
+READY, TAKEN, UPDATED = range(3)  # what ranks say, once a bucket or, of weights, once a call
+SLOTS = IN_FLIGHT + 1  # buffers of packed gradients: what the lane holds, and the one that is packed
 
 
 class Pull:
     """Call in this order: `buffer` for every bucket, `stage` once, and then `slot` (on the compute stream), `exchange` (on the
-    lane) for each bucket of a step, `before_update` and `gather` (on the lane)."""
+    lane) for each bucket of a step, and `gather` (on the lane). A rank may change its weights after a step's exchanges: the
+    others say READY behind their copies of the last ones. Outside of a step `meet` comes first."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -45,8 +47,7 @@ class Pull:
     def slot(self, bucket: Bucket) -> Tensor:
         """Where the bucket's gradients are to be packed: what was there has been taken by all others. (What this rank itself
         still adds up from it, `Lane.hold` waits for.)"""
-        if self._count >= SLOTS:
-            self._peers.wait(TAKEN, self._count - SLOTS + 1)
+        self._peers.wait(TAKEN, max(0, self._count - SLOTS + 1))
         return self._slot(self._peers.rank, bucket)
 
     def exchange(self, bucket: Bucket) -> Tensor:
@@ -61,23 +62,17 @@ class Pull:
         self._count += 1
         return found
 
-    def before_update(self) -> None:
-        """On the compute stream: what follows may change this rank's weights, for all others have the last ones."""
-        self._peers.wait(GATHERED)
-
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """The other ranks' slices of the buckets' weights; yields when a bucket's have been asked for."""
         self._peers.say(UPDATED)
         self._peers.wait(UPDATED)
-        for i, bucket in enumerate(buckets):
+        for bucket in buckets:
             seen = self._weights[bucket.weight.data_ptr()]
             for r in self._others:
                 theirs = slice(r * bucket.shard, (r + 1) * bucket.shard)
                 bucket.weight[theirs].copy_(seen[r][theirs])
-            if i == len(buckets) - 1:
-                self._peers.say(GATHERED)
             yield None
 
-    def close(self) -> None:
-        """No other rank reads this one's memory any more. Collective."""
+    def meet(self) -> None:
+        """No other rank still reads this one's memory. Collective."""
         self._peers.meet()

@@ -21,9 +21,9 @@ from train.parallel.base import DataParallel, trainable
 from train.parallel.bucket import Bucket, make_buckets
 from train.parallel.dims import REDUCE, Dims
 from train.parallel.gather import WeightGather
-from train.parallel.lane import IN_FLIGHT, Lane
+from train.parallel.lane import Lane
 from train.parallel.peers import Peers
-from train.parallel.pull import SLOTS, Pull
+from train.parallel.pull import Pull
 
 UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
 
@@ -101,7 +101,7 @@ class Zero2(DataParallel):
                 self._sum(bucket, self._pull.exchange(bucket))
             else:
                 self._send(bucket, sent)
-        self._lane.hold(sent, self._collective, SLOTS - 1 if self._pull else IN_FLIGHT)
+        self._lane.hold(sent, self._collective)
 
     def _send(self, bucket: Bucket, sent: Tensor) -> None:
         """By a collective."""
@@ -139,9 +139,6 @@ class Zero2(DataParallel):
         self._lane.join(self._collective)
         norm = self._norm() / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
-        if self._pull:
-            with self.meter.waiting("all_gather"):
-                self._pull.before_update()
         for update in self._updates:
             if isinstance(update.owner, HostOptimizer):
                 update.run(scale, lr)  # all of them travel and are updated while the first ones are waited for
@@ -180,19 +177,19 @@ class Zero2(DataParallel):
 
     @torch.no_grad()
     def publish(self) -> None:
-        if self._pull:
-            self._pull.before_update()
         for update in self._updates:
             update.publish()
         self._gather.start(self._gather.buckets)
 
     def settle(self) -> None:
         self._gather.finish()
+        if self._pull:
+            self._pull.meet()
 
     def close(self) -> None:
         self._gather.close()
         if self._pull:
-            self._pull.close()
+            self._pull.meet()
         for hook in self._hooks:
             hook.remove()
 

@@ -228,6 +228,21 @@ def batch(cfg: Train, data_ranks: int) -> tuple[int, int]:
     return accum, cfg.global_batch
 
 
+def transport(cfg: Train, degrees: dict[str, int]) -> None:
+    """Raises ConfigError where reduction.transport=peer can't be had."""
+    if cfg.reduction.transport != "peer":
+        return
+    for refused, why in (
+        (cfg.device != "cuda", f"device={cfg.device}"),
+        (mesh.data_ranks(degrees) * degrees["cp"] == 1, "one rank alone"),
+        (cfg.round.name != "none", f"round={cfg.round.name}"),
+        (cfg.optim.grad_dtype is not None, f"optim.grad_dtype={cfg.optim.grad_dtype}"),
+    ):
+        if refused:
+            what = "copies gradients in the weights' dtype between GPUs of a node"
+            raise ConfigError("reduction.transport", "peer", f"{what}, here {why}; set it to collective")
+
+
 def combination(cfg: Train, nproc: int) -> Optional[str]:
     """Why this point can't exist, or None. `cfg.device` is resolved."""
     try:
@@ -249,11 +264,6 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
                 raise ConfigError(
                     f"reduction.{key}", getattr(cfg.reduction, key), f"goes with reduction={'|'.join(users)} only"
                 )
-        if cfg.reduction.transport == "peer" and (cfg.device != "cuda" or nproc == 1):
-            where = f"device={cfg.device}" if cfg.device != "cuda" else "nproc=1"
-            raise ConfigError(
-                "reduction.transport", "peer", f"is for several GPUs of a node, here {where}; set it to collective"
-            )
         if cfg.device == "cuda" and cfg.precision.name == "fp64" and cfg.attention.name not in ("auto", "math"):
             raise ConfigError("attention", cfg.attention.name, "precision=fp64 needs attention=math or auto")
         memory_rules.combination(cfg, nproc)
@@ -268,6 +278,7 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         faults.check(cfg.fault, nproc, cfg.steps)
         degrees = mesh.resolve(cfg, nproc)
         mesh.check_model(cfg, degrees)
+        transport(cfg, degrees)
         fp8_rules.combination(cfg, degrees)
         memory_rules.layout(cfg, degrees)
         kernels.combination(cfg, degrees)

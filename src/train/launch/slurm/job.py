@@ -159,6 +159,7 @@ class Job:
                 say(f"{point.folder}: runs in job {other}")
                 return 0
             files.end(folder, status, "lost", "the supervisor ended without a word")
+            status = files.status(folder, point.identity)
         cfg = config.load(folder / "config.yaml")
         if why := self._unfit(cfg):
             archive(folder)
