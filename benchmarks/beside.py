@@ -1,13 +1,38 @@
 """Other systems on the same work: benchmarks/peers' scripts, each in a process of its own."""
 
+import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def begin(parser: argparse.ArgumentParser, part: str = "", valid: Iterable[str] = (), gpu: bool = True) -> None:
+    """At the start of a benchmark on a GPU, before it writes anything: exit code 2 without a GPU, or where `part`, words joined
+    by commas, has one that isn't valid. From then on SIGTERM ends what this process has started, and then it."""
+    known = list(dict.fromkeys(valid))
+    if unknown := [word for word in part.split(",") if word and word not in known]:
+        parser.error(f"{unknown[0]}: valid are {', '.join(known)}")
+    count = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    if gpu and subprocess.run([sys.executable, "-c", count]).returncode:
+        parser.error("needs a CUDA GPU")
+
+    def end(signum: int, _: object) -> None:
+        children = psutil.Process().children()
+        for child in children:
+            child.terminate()  # a sweep ends its ranks itself
+        psutil.wait_procs(children, 30)
+        sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def run_peer(arguments: list[str], seconds: float, packages: str = "") -> tuple[dict[str, Any], str]:

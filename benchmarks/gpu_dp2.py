@@ -19,13 +19,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import ROOT, run_peer
+from benchmarks.beside import ROOT, begin, run_peer
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
-SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "single0", "single1")
+SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "dp2_single0", "dp2_single1")
 #: column of the table → of a row
 TOLD = {"run": "sweep", "reduction": "reduction", "bucket MiB": "bucket_mib", "transport": "transport",
         "recompute": "recompute", "nccl": "nccl", "micro-batch": "micro_batch"}  # fmt: skip
+PARTS = "grid,single,peer,tuned,nccl,replay"
 STEADY = 5  # steps dropped: compile and the first steps after it
 
 
@@ -108,7 +109,7 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
             out.append(
                 f"zero2 = zero2o at micro_batch {mb} (loss and norm of every step, bit for bit): {a['curve'] == b['curve']}"
             )
-    both = [r for r in results if r["sweep"].startswith("single") and "step_s" in r]
+    both = [r for r in results if r["sweep"].startswith("dp2_single") and "step_s" in r]
     pair = grid.get(("dp2", "zero2o", "none", "default", 12))
     if len(both) == 2 and pair:
         ideal = sum(r["tokens_per_s"] for r in both)
@@ -138,7 +139,7 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
 def main() -> None:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "dp2")
+    p.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_dp2", help="PREFIX of .json and .txt")
     p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further part starts")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs")
     p.add_argument("--steps", type=int, default=25)
@@ -146,10 +147,9 @@ def main() -> None:
     p.add_argument(
         "--buckets", default="25,100,400", help="reduction.bucket_mib of the part tuned (default: %(default)s)"
     )
-    p.add_argument(
-        "--parts", default="grid,single,peer,tuned,nccl,replay", help="which parts to run; others are read if there"
-    )
+    p.add_argument("--parts", default=PARTS, help="which parts to run; others are read if there (default: %(default)s)")
     args = p.parse_args()
+    begin(p, args.parts, PARTS.split(","))
     began = time.monotonic()
     steps = f"steps={args.steps}"
 
@@ -165,7 +165,7 @@ def main() -> None:
     if "single" in parts and left(60):
         pair = [
             train(
-                f"single{i}",
+                f"dp2_single{i}",
                 *DENSE,
                 "micro_batch=12",
                 "nproc=1",

@@ -28,7 +28,7 @@ import numpy as np
 
 from analysis.plots.bars import stack
 from analysis.plots.style import context, figure, finish, legend
-from benchmarks.beside import ROOT, run_peer
+from benchmarks.beside import ROOT, begin, run_peer
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
@@ -82,10 +82,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="SVG of the memory by kind")
     args = parser.parse_args()
+    begin(
+        parser,
+        args.only,
+        [*(part.name for part in PARTS if "," not in part.name), "peer", "nothing"],
+        args.only != "nothing",
+    )
+    begin(parser, args.levers or "", (lever for part in PARTS for lever in part.levers), gpu=False)
+    if lacking := [f for f in (args.json, args.picture) if f is not None and not f.absolute().parent.is_dir()]:
+        parser.error(f"{lacking[0]}: no such folder")
     wanted, end = set(args.only.split(",")), time.monotonic() + args.seconds
     levers = set(args.levers.split(",")) if args.levers else None
     rows: list[Row] = []
-    earlier = [Row(**row) for row in json.loads(args.json.read_text())] if args.json and args.json.exists() else []
+    try:
+        earlier = [Row(**row) for row in json.loads(args.json.read_text())] if args.json and args.json.exists() else []
+    except (ValueError, TypeError):
+        parser.error(f"--json {args.json}: is there already, and not by this command")
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         # what is compared comes first; extras last
@@ -102,7 +114,7 @@ def main() -> int:
     save(args.json, merged(earlier, rows))
     rows = merged(earlier, rows)
     show(rows)
-    if args.picture is not None:
+    if args.picture is not None and any(row.peak_gib for row in rows):
         args.picture.write_bytes(picture(rows))
     return 0 if any(row.status == "ok" for row in rows) else 1
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from analysis import kernels
+from benchmarks.beside import begin
 from benchmarks.gpu_memory import Part, Row, one, torchtitan
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-peer", action="store_true")
     args = parser.parse_args()
+    begin(parser)
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)

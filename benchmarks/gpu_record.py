@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.beside import begin
+
 ROOT = Path(__file__).resolve().parents[1]
 SWEEPS = ("gpu_record", "gpu_replay", "gpu_flips")
 PARTS = ("qualify", *SWEEPS)
@@ -107,14 +109,13 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=450, help="seconds for the sweeps")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every point")
     args = parser.parse_args()
+    parts = args.only.split(",")
+    begin(parser, args.only, PARTS)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "XDG_CACHE_HOME": str(out)}
     folder = out / "mfu-sweep" / "qualified"  # where runs with this XDG_CACHE_HOME look for records
-    parts = args.only.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--only {unknown[0]}: valid are {', '.join(PARTS)}")
     if "qualify" in parts:
         subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
     began = time.monotonic()

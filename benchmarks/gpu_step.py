@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis import kernels
-from benchmarks.beside import ROOT, run_peer
+from benchmarks.beside import ROOT, begin, run_peer
 from benchmarks.gpu_dp2 import rows, train
 
 
@@ -148,8 +148,7 @@ def main() -> None:
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs; empty: without it")
     args = p.parse_args()
     args.ours = args.ours or [""]
-    if unknown := [k for k in args.settings.split(",") if k not in SETTINGS]:
-        p.error(f"--settings {unknown[0]}: valid are {', '.join(SETTINGS)}")
+    begin(p, args.settings, SETTINGS)
     began, longest = time.monotonic(), 0.0
     file = args.out.with_suffix(".json")
     kept = {r["setting"]: r for r in json.loads(file.read_text())} if file.exists() else {}

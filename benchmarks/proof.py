@@ -111,6 +111,9 @@ def main() -> int:
     parser.add_argument("--tests", default="tests", help="where the GPU tests are; fewer prove less")
     parser.add_argument("--limit", type=float, default=420, help="seconds a step may take")
     args = parser.parse_args()
+    from benchmarks.beside import begin
+
+    begin(parser, gpu=args.device == "cuda")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))

@@ -131,9 +131,12 @@ def file_name(content: dict[str, Any]) -> str:
 
 
 def _shape(text: str) -> tuple[int, int, int]:
-    heads, kv_heads, head_dim = map(int, text.split(","))
-    if heads % kv_heads or min(heads, kv_heads, head_dim) < 1:
-        raise ValueError
+    try:
+        heads, kv_heads, head_dim = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be heads,kv_heads,head_dim, as in 16,8,128") from None
+    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"{text}: heads must be a multiple of kv_heads, and all above 0")
     return heads, kv_heads, head_dim
 
 

@@ -81,7 +81,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "reduction=fsdp reduction.reshard_after_forward=3 nproc=4": ("reshard_after_forward=3", "(valid: 2)"),
     "reduction=fsdp reduction.reshard_after_forward=some": ("reshard_after_forward=some", "true or false, an integer"),
     "reduction.transport=nccl": ("reduction.transport=nccl", "collective or peer"),
-    "reduction=zero2rs reduction.transport=peer": ("reduction.transport=peer", "reduction=zero2|zero2o only"),
+    "reduction=zero2rs reduction.transport=peer": (
+        "reduction.transport=peer",
+        "here reduction=zero2rs; set it to collective",
+    ),
     "reduction.transport=peer nproc=2": ("reduction.transport=peer", "device=cpu; set it to collective"),
     "micro_batch=4,8,0 reduction=zero2,ddp": ("micro_batch=0", "an integer between 1 and"),
     "micro_batch=range(1,9,0)": ("micro_batch=range(1,9,0)", "must not be zero"),

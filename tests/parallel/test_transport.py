@@ -12,6 +12,7 @@ from train.sweep import validate
     [
         ({}, None),
         ({"reduction.name": "zero2"}, None),
+        ({"reduction.name": "fsdp"}, "reduction=fsdp"),
         ({"device": "cpu"}, "device=cpu"),
         ({"nproc": 1}, "one rank alone"),
         ({"round.name": "delta"}, "round=delta"),

@@ -37,10 +37,14 @@ def values(cfg: Train) -> None:
 
 def combination(cfg: Train, degrees: dict[str, int]) -> None:
     """Kernels that were asked for and can't be had with the rest of the point. Raises ConfigError."""
-    names = chosen(cfg.compile.kernels)
-    if cfg.compile.kernels != "auto" and (found := next(_refusals(cfg, degrees["tp"]), None)):
-        rest = "+".join(n for n in names if n != found[0]) or "inductor"
-        raise ConfigError("compile.kernels", cfg.compile.kernels, f"{found[0]} {found[1]}; without it: {rest}")
+    refused: dict[str, str] = {}
+    for name, why in _refusals(cfg, degrees["tp"]):
+        refused.setdefault(name, why)
+    if refused and cfg.compile.kernels != "auto":
+        rest = "+".join(name for name in chosen(cfg.compile.kernels) if name not in refused) or "inductor"
+        said = "; ".join(f"{name} {why}" for name, why in refused.items())
+        left = f"without {'it' if len(refused) == 1 else 'them'}: {rest}"
+        raise ConfigError("compile.kernels", cfg.compile.kernels, f"{said}; {left}")
 
 
 def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:

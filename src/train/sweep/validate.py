@@ -233,13 +233,14 @@ def transport(cfg: Train, degrees: dict[str, int]) -> None:
     if cfg.reduction.transport != "peer":
         return
     for refused, why in (
+        (cfg.reduction.name not in ("zero2", "zero2o"), f"reduction={cfg.reduction.name}"),
         (cfg.device != "cuda", f"device={cfg.device}"),
         (mesh.data_ranks(degrees) * degrees["cp"] == 1, "one rank alone"),
         (cfg.round.name != "none", f"round={cfg.round.name}"),
         (cfg.optim.grad_dtype is not None, f"optim.grad_dtype={cfg.optim.grad_dtype}"),
     ):
         if refused:
-            what = "copies gradients in the weights' dtype between GPUs of a node"
+            what = "copies zero2's and zero2o's gradients in the weights' dtype between GPUs of a node"
             raise ConfigError("reduction.transport", "peer", f"{what}, here {why}; set it to collective")
 
 
@@ -256,7 +257,6 @@ def combination(cfg: Train, nproc: int) -> Optional[str]:
         for key, users in (
             ("bucket_mib", ("ddp", "zero2", "zero2o", "zero2rs")),
             ("accumulate", ("zero2", "zero2o", "zero2rs", "fsdp")),
-            ("transport", ("zero2", "zero2o")),
             ("reshard_after_forward", ("fsdp",)),
             ("prefetch", ("fsdp",)),
         ):
