@@ -1,9 +1,8 @@
-"""The claims about replay on one GPU: run `sweeps=gpu_record`, `gpu_replay` and `gpu_flips`, check what they left, one line a
-claim.
+"""The claims about replay on one GPU: run `sweeps=gpu_record` and `gpu_replay`, check what they left, one line a claim.
 
-With two GPUs the last two run beside the first, on the other GPU.
+With two GPUs the two sweeps run side by side, one a GPU.
 
-    PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--only gpu_flips] [--limit SECONDS] [KEY=VALUE ...]
+    PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--only gpu_replay] [--limit SECONDS] [KEY=VALUE ...]
 
 First (part qualify) makes a record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
 only if every claim holds.
@@ -23,7 +22,7 @@ from typing import Any
 from benchmarks.beside import begin
 
 ROOT = Path(__file__).resolve().parents[1]
-SWEEPS = ("gpu_record", "gpu_replay", "gpu_flips")
+SWEEPS = ("gpu_record", "gpu_replay")
 PARTS = ("qualify", *SWEEPS)
 
 
@@ -152,7 +151,7 @@ def main() -> int:
         file = out / name / "sweep.json"
         grid = json.loads(file.read_text())["grid"] if file.exists() else []
         points += [Point(out / name / g["folder"], g["overrides"]) for g in grid]
-    checks = {"gpu_flips": [flips], "gpu_replay": [replays], "gpu_record": [memory, price]}
+    checks = {"gpu_replay": [replays, flips], "gpu_record": [memory, price]}
     claims = [claim for name in wanted for check in checks[name] for claim in check(points)]
     print(f"\n{len(points)} points in {time.monotonic() - began:.0f} s")
     for name, holds, detail in claims:
