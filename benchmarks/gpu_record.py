@@ -2,7 +2,7 @@
 
 With two GPUs the two sweeps run side by side, one a GPU.
 
-    PYTHONPATH=src:. python benchmarks/gpu_record.py [--out FOLDER] [--only gpu_replay] [--limit SECONDS] [KEY=VALUE ...]
+    PYTHONPATH=src:. python -m benchmarks.gpu_record [--out FOLDER] [--only gpu_replay] [--limit SECONDS] [KEY=VALUE ...]
 
 First (part qualify) makes a record of this device in FOLDER/qualified (ship it from src/train/model/qualified). Exit code 0
 only if every claim holds.

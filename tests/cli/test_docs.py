@@ -1,6 +1,6 @@
 """Every fenced bash command of README.md and docs/*.md is run here, top to bottom, one folder a page.
 
-Fences: `bash` runs; `bash gpu` is a dry run (plan=true) where there is no GPU; `bash setup` needs a network or an installed
+Fences: `bash` runs; `bash gpu` is a dry run (plan=true; of a benchmark --help) where there is no GPU; `bash setup` needs a network or an installed
 wheel (tests/wheel runs those) and is not run. To keep it short, a `python -m train` that names no steps gets steps=3, and no
 seq_len gets seq_len=64; `make TARGET` is only asked what it would do (`make -n`; tests/e2e runs `make sweep` itself).
 """
@@ -35,6 +35,8 @@ def shortened(command: str, kind: str) -> str:
         return f"make -n -C '{ROOT}' {command.removeprefix('make ')}"
     if command.startswith("python -m train ") and not re.search(r"--help|--cfg|-sc |recipe=|sweeps=", command):
         command += "".join(f" {short}" for key, short in SHORT.items() if f" {key}" not in command)
+    if kind == "gpu" and command.startswith("python -m benchmarks."):
+        return f"{command} --help"
     return command + " plan=true" * (kind == "gpu" and "plan=true" not in command)
 
 
