@@ -1,8 +1,9 @@
 """Every fenced bash command of README.md and docs/*.md is run here, top to bottom, one folder a page.
 
-Fences: `bash` runs; `bash gpu` is a dry run (plan=true; of a benchmark --help) where there is no GPU; `bash setup` needs a network or an installed
-wheel (tests/wheel runs those) and is not run. To keep it short, a `python -m train` that names no steps gets steps=3, and no
-seq_len gets seq_len=64; `make TARGET` is only asked what it would do (`make -n`; tests/e2e runs `make sweep` itself).
+Fences: `bash` runs; `bash gpu` is a dry run (plan=true; of a benchmark --help) where there is no GPU; `bash setup` needs a
+network or an installed wheel (tests/wheel runs those) and is not run. To keep it short, a `python -m train` that names no steps
+gets steps=3, and no seq_len gets seq_len=64; `make TARGET` is only asked what it would do (`make -n`; tests/e2e runs
+`make sweep` itself).
 """
 
 import dataclasses
