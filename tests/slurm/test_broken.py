@@ -49,7 +49,9 @@ def test_a_launcher_killed_at_random_moments_while_it_submits(cli: Cli) -> None:
         p = cli.start(*args)
         while p.poll() is None and set(root.glob("*")) == before:
             time.sleep(0.002)
-        time.sleep(moments.uniform(0, 0.08 * 1.1**kills))  # longer and longer: an sbatch on a busy machine gets there too
+        time.sleep(
+            moments.uniform(0, 0.08 * 1.1**kills)
+        )  # longer and longer: an sbatch on a busy machine gets there too
         if p.poll() is not None:
             break
         if kills % 2:
