@@ -61,7 +61,9 @@ def test_a_launcher_killed_at_random_moments_while_it_submits(cli: Cli) -> None:
         p.communicate()
     time.sleep(2)
     text = cli.run(*args)
-    assert kills >= 1 and "33 found in the queue" in text, text  # a quick machine has all three arrays in after one or two
+    assert kills >= 1 and "33 found in the queue" in text, (
+        text
+    )  # a quick machine has all three arrays in after one or two
     folders = []
     for tasks in root.glob("*/tasks.json"):
         told = files.Submission.load(tasks.parent)
