@@ -15,14 +15,23 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def begin(parser: argparse.ArgumentParser, part: str = "", valid: Iterable[str] = (), gpu: bool = True) -> None:
-    """At the start of a benchmark on a GPU, before it writes anything: exit code 2 without a GPU, or where `part`, words joined
-    by commas, has one that isn't valid. From then on SIGTERM ends what this process has started, and then it."""
-    known = list(dict.fromkeys(valid))
-    if unknown := [word for word in part.split(",") if word and word not in known]:
-        parser.error(f"{unknown[0]}: valid are {', '.join(known)}")
-    count = "import torch; raise SystemExit(not torch.cuda.is_available())"
-    if gpu and subprocess.run([sys.executable, "-c", count]).returncode:
+def words(parser: argparse.ArgumentParser, option: str, text: str, valid: Iterable[str]) -> list[str]:
+    """The words of an option, joined by commas; exit code 2 for one that isn't valid."""
+    known, found = list(dict.fromkeys(valid)), text.split(",")
+    if unknown := [word for word in found if word not in known]:
+        parser.error(f"{option} {unknown[0]}: valid are {', '.join(known)}")
+    return found
+
+
+def begin(parser: argparse.ArgumentParser, gpu: bool = True) -> int:
+    """At the start of a benchmark, before it writes anything: how many CUDA GPUs there are; exit code 2 for none, if `gpu`.
+    From then on SIGTERM ends what this process has started, and then it."""
+    count = (
+        int(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]))
+        if gpu
+        else 0
+    )
+    if gpu and not count:
         parser.error("needs a CUDA GPU")
 
     def end(signum: int, _: object) -> None:
@@ -33,6 +42,7 @@ def begin(parser: argparse.ArgumentParser, part: str = "", valid: Iterable[str] 
         sys.exit(128 + signum)
 
     signal.signal(signal.SIGTERM, end)
+    return count
 
 
 def run_peer(arguments: list[str], seconds: float, packages: str = "") -> tuple[dict[str, Any], str]:

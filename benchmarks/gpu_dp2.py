@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import ROOT, begin, run_peer
+from benchmarks.beside import ROOT, begin, run_peer, words
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
 SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "dp2_single0", "dp2_single1")
@@ -149,7 +149,8 @@ def main() -> None:
     )
     p.add_argument("--parts", default=PARTS, help="which parts to run; others are read if there (default: %(default)s)")
     args = p.parse_args()
-    begin(p, args.parts, PARTS.split(","))
+    parts = words(p, "--parts", args.parts, PARTS.split(","))
+    begin(p)
     began = time.monotonic()
     steps = f"steps={args.steps}"
 
@@ -157,7 +158,6 @@ def main() -> None:
         return args.budget - (time.monotonic() - began) > need
 
     peer = []
-    parts = args.parts.split(",")
     if "grid" in parts:
         for name in SWEEPS:
             shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)

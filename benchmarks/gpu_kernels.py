@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
+from benchmarks.beside import ROOT, words
 from train import config
 from train.kernels import input_grad, loss, norm, rope, swiglu
 from train.memory.optimizer import Optimizers
@@ -29,7 +30,6 @@ from train.model.loss import lm_loss
 from train.model.transformer import Transformer, gated, normed, project
 from train.parallel import replicated
 
-ROOT = Path(__file__).resolve().parents[1]
 BANDWIDTH = 3.9e12  # bytes/s
 GPU = torch.device("cuda")
 Timed = Callable[[], Any]
@@ -302,14 +302,13 @@ def main() -> None:
     p.add_argument("--tune", action="store_true", help="time other blocks and warps too")
     p.add_argument("--out", type=Path, help="JSON")
     args = p.parse_args()
-    if unknown := [k for k in args.only.split(",") if k not in CASES]:
-        p.error(f"--only {unknown[0]}: valid are {', '.join(CASES)}")
+    only = words(p, "--only", args.only, CASES)
     if not torch.cuda.is_available():
         p.error("needs a CUDA GPU")
     file = ROOT / "conf" / "model" / "dense_1b.yaml"
     m = config.from_dict(config.Model, yaml.safe_load(file.read_text(encoding="utf-8")))
     rows, tries = [], []
-    for name in args.only.split(","):
+    for name in only:
         rows += [pair.row(args.repeats) for pair in CASES[name](m, args.tokens)]
         torch.cuda.empty_cache()
         if args.tune and name in TUNE:

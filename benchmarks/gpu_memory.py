@@ -28,7 +28,7 @@ import numpy as np
 
 from analysis.plots.bars import stack
 from analysis.plots.style import context, figure, finish, legend
-from benchmarks.beside import ROOT, begin, run_peer
+from benchmarks.beside import ROOT, begin, run_peer, words
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
@@ -82,36 +82,36 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path, help="SVG of the memory by kind")
     args = parser.parse_args()
-    begin(
-        parser,
-        args.only,
-        [*(part.name for part in PARTS if "," not in part.name), "peer", "nothing"],
-        args.only != "nothing",
-    )
-    begin(parser, args.levers or "", (lever for part in PARTS for lever in part.levers), gpu=False)
+    known = [*(part.name for part in PARTS if "," not in part.name), "peer", "nothing"]
+    wanted = set(words(parser, "--only", args.only, known))
+    every = {lever for part in PARTS for lever in part.levers}  # "": what a recipe sets
+    levers = set(words(parser, "--levers", args.levers, sorted(every - {""}))) if args.levers else every
+    begin(parser, gpu=wanted != {"nothing"})
     if lacking := [f for f in (args.json, args.picture) if f is not None and not f.absolute().parent.is_dir()]:
         parser.error(f"{lacking[0]}: no such folder")
-    wanted, end = set(args.only.split(",")), time.monotonic() + args.seconds
-    levers = set(args.levers.split(",")) if args.levers else None
+    end = time.monotonic() + args.seconds
     rows: list[Row] = []
     try:
         earlier = [Row(**row) for row in json.loads(args.json.read_text())] if args.json and args.json.exists() else []
     except (ValueError, TypeError):
         parser.error(f"--json {args.json}: is there already, and not by this command")
+
+    def keep(more: list[Row]) -> None:
+        rows.extend(more)
+        if args.json is not None:
+            args.json.write_text(json.dumps([asdict(row) for row in merged(earlier, rows)], indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         # what is compared comes first; extras last
         for part in sorted((p for p in PARTS if p.name.split(",")[0] in wanted), key=lambda p: "," in p.name):
-            rows += run(part, levers, out, end)
-            save(args.json, merged(earlier, rows))
+            keep(run(part, levers, out, end))
             if part.name == "dense" and "peer" in wanted:
-                rows += beside_dense(end)
-                save(args.json, merged(earlier, rows))
+                keep(beside_dense(end))
     if "peer" in wanted and "dense" not in wanted:
-        rows += beside_dense(end)
-        save(args.json, merged(earlier, rows))
+        keep(beside_dense(end))
     compare(rows)
-    save(args.json, merged(earlier, rows))
+    keep([])  # with the ratios
     rows = merged(earlier, rows)
     show(rows)
     if args.picture is not None and any(row.peak_gib for row in rows):
@@ -149,9 +149,9 @@ def picture(rows: list[Row]) -> bytes:
         return finish(fig, "memory_levers", "Memory by kind over the levers", "").svg
 
 
-def run(part: Part, levers: set[str] | None, out: Path, end: float) -> list[Row]:
+def run(part: Part, levers: set[str], out: Path, end: float) -> list[Row]:
     """The part's levers, one command each: a lever that hangs or is cut off costs no other."""
-    return [one(part, lever, out, end) for lever in part.levers if levers is None or lever in levers]
+    return [one(part, lever, out, end) for lever in part.levers if lever in levers]
 
 
 def one(part: Part, lever: str, out: Path, end: float) -> Row:
@@ -227,11 +227,6 @@ def compare(rows: list[Row]) -> None:
             continue
         row.slower_pct = 100 * (1 - row.tokens_per_s / base.tokens_per_s)
         row.less_memory_pct = 100 * (1 - row.peak_gib / base.peak_gib)
-
-
-def save(path: Path | None, rows: list[Row]) -> None:
-    if path is not None:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def show(rows: list[Row]) -> None:

@@ -19,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import begin
+from benchmarks.beside import ROOT, begin, words
 
-ROOT = Path(__file__).resolve().parents[1]
 SWEEPS = ("gpu_record", "gpu_replay")
 PARTS = ("qualify", *SWEEPS)
 
@@ -108,8 +107,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=450, help="seconds for the sweeps")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every point")
     args = parser.parse_args()
-    parts = args.only.split(",")
-    begin(parser, args.only, PARTS)
+    parts = words(parser, "--only", args.only, PARTS)
+    gpus = begin(parser)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [f"{ROOT / 'src'}", f"{ROOT}", os.environ.get("PYTHONPATH")]))
@@ -118,7 +117,6 @@ def main() -> int:
     if "qualify" in parts:
         subprocess.run([sys.executable, "-m", "train.qualify", "--out", str(folder)], env=env, cwd=ROOT, check=False)
     began = time.monotonic()
-    gpus = int(subprocess.check_output([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]))
     wanted = [name for name in SWEEPS if name in parts]
     queues = [wanted[:1], wanted[1:]] if gpus > 1 else [wanted]
 
@@ -127,16 +125,8 @@ def main() -> int:
         for name in queues[gpu]:
             if (left := args.limit - (time.monotonic() - began)) < 1:
                 continue  # its claims fail below
-            command = [
-                sys.executable,
-                "-m",
-                "train",
-                "-m",
-                f"sweeps={name}",
-                f"out={out}",
-                f"name={name}",
-                *args.overrides,
-            ]
+            command = [sys.executable, "-m", "train", "-m", f"sweeps={name}", f"out={out}", f"name={name}",
+                       *args.overrides]  # fmt: skip
             process = subprocess.Popen(command, env=env | own, cwd=ROOT)
             try:
                 process.wait(left)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis import kernels
-from benchmarks.beside import ROOT, begin, run_peer
+from benchmarks.beside import ROOT, begin, run_peer, words
 from benchmarks.gpu_dp2 import rows, train
 
 
@@ -148,12 +148,13 @@ def main() -> None:
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs; empty: without it")
     args = p.parse_args()
     args.ours = args.ours or [""]
-    begin(p, args.settings, SETTINGS)
+    settings = words(p, "--settings", args.settings, SETTINGS)
+    begin(p)
     began, longest = time.monotonic(), 0.0
     file = args.out.with_suffix(".json")
     kept = {r["setting"]: r for r in json.loads(file.read_text())} if file.exists() else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    for key in args.settings.split(","):
+    for key in settings:
         if time.monotonic() - began + longest > args.budget:
             print(f"budget used: {key} left out", flush=True)
             continue

@@ -124,6 +124,7 @@ def main() -> int:
         "XDG_CACHE_HOME": str(out / "cache"),
     }
     python = sys.executable
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     which, workers = room()
     tests = {
         "gpu_tests": [f"{which} and not whole_gpu", "-n", str(workers), "--dist", "worksteal"],
@@ -135,29 +136,10 @@ def main() -> int:
              f"out={out}", "name=replayed", *args.override]  # fmt: skip
     steps = [
         run_step("qualify", [python, "-m", "train.qualify", "--device", args.device], out, env, args.limit),
-        *(
-            run_step(
-                name,
-                [
-                    python,
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    f"--junitxml={out / name}.xml",
-                    args.tests,
-                    "-m",
-                    *how,
-                ],
-                out,
-                env,
-                args.limit,
-            )
-            for name, how in tests.items()
-        ),
+        *(run_step(name, [*pytest, f"--junitxml={out / name}.xml", args.tests, "-m", *how], out, env, args.limit)
+          for name, how in tests.items()),
         run_step("replayed", [python, *train], out, env, args.limit),
-    ]
+    ]  # fmt: skip
     began = time.monotonic()
     wrong = [line for name in tests for line in gpu_tests(out / f"{name}.xml")]
     more, summary = replayed(out / "replayed", args.device == "cuda")

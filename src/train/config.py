@@ -139,9 +139,8 @@ class Compile:
     """What torch.compile covers."""
 
     name: str = "???"  # none | layer: one Inductor graph a layer
-    kernels: str = (
-        "auto"  # inductor | fused: this project's own | some, as adamw+loss | auto: fused, what fits, on GPUs
-    )
+    # auto: fused, on GPUs and where it fits | inductor: none | fused: this project's own | some of them: adamw+loss
+    kernels: str = "auto"
     cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, for now
 
 

@@ -47,7 +47,7 @@ class Ranks:
         signal: gloo's threads of groups that an earlier case left have been seen to do that ("free(): invalid pointer").
         """
         what = f"{case.__name__}{args} {kwargs}"
-        for last in (False, True):
+        for attempt in (1, 2):
             if not self.processes:
                 self._start()
             try:
@@ -58,12 +58,10 @@ class Ranks:
                 time.sleep(0.5)  # until the dead are known as such
                 ends = [process.exitcode for process in self.processes if process.exitcode]
                 self.close()
-                if last or not any(code < 0 for code in ends):
-                    raise AssertionError(f"ranks of {self.world} ended with exit codes {ends} in {what}") from None
-                warnings.warn(
-                    f"ranks of {self.world} died with exit codes {ends} and start again for {what}", stacklevel=2
-                )
-        raise AssertionError("not reached")
+            if attempt == 2 or not any(code < 0 for code in ends):
+                break
+            warnings.warn(f"ranks of {self.world} died with exit codes {ends} and start again for {what}", stacklevel=2)
+        raise AssertionError(f"ranks of {self.world} ended with exit codes {ends} in {what}")
 
     def _answers(self, what: str) -> list[Any]:
         results, failures = [], []

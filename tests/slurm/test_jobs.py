@@ -193,6 +193,19 @@ def test_a_requeued_point_starts_a_new_attempt(cli: Cli, how: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_an_attempt_whose_supervisor_was_killed_stays_lost_when_its_job_runs_again(cli: Cli) -> None:
+    cli.run("nproc=1", "steps=400", "name=silent", "launch.wait=false")
+    folder = cli.until(cli.training("silent", 5), "steps")
+    status = json.loads((folder / "status.json").read_text())
+    os.kill(status["supervisor"]["pid"], signal.SIGKILL)
+    cli.until(lambda: not cli.cluster.jobs(), "end of the job")
+    cli.cluster.command("scontrol", "requeue", status["job"]["raw"])
+    cli.until(lambda: cli.states("silent") == ["ok"], "second attempt", 120)
+    (first,) = attempts(folder)
+    assert (first["status"], first["reason"]) == ("lost", "the supervisor ended without a word")
+
+
+@pytest.mark.slow
 def test_a_packed_point_without_time_left_is_requeued(cli: Cli) -> None:
     """With a limit of one minute every USR2 is the limit's: the second point had only what the first had left of it."""
     p = cli.start(

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 GIB = 2**30
+_outside = 0  # bytes: see `outside`
 
 
 def start_step(device: torch.device) -> None:
@@ -21,9 +22,6 @@ def peak(device: torch.device) -> float:
         counters = torch.cuda.memory_stats_as_nested_dict(device)
         return (float(counters["allocated_bytes"]["all"]["peak"]) + _outside) / GIB
     return host_peak()
-
-
-_outside = 0
 
 
 def outside(nbytes: int) -> None:

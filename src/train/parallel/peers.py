@@ -16,44 +16,40 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from train.config import ConfigError
 from train.measure import memory
-from train.parallel.async_tp import announce
 from train.parallel.dims import Dims
 
 KEY = "reduction.transport"
-KINDS = 3  # of flags: see `Peers.say`
 FLAGS = 0  # of a wait: CU_STREAM_WAIT_VALUE_GEQ, cyclic, so that a count may pass 2**31; of a write: the default, with a fence
 
 
 class Peers:
     """Memory that the ranks of a group see of each other, and counts by which their streams wait for one another."""
 
-    def __init__(self, dims: Dims, group: Any) -> None:
-        """Collective. Raises ConfigError where the GPUs of the group can't read each other's memory."""
+    def __init__(self, dims: Dims, group: Any, kinds: int) -> None:
+        """`kinds` of counts. Collective. Raises ConfigError where the GPUs of the group can't read each other's memory."""
         self._device, self._group = dims.device, group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._others = [r for r in range(self.world) if r != self.rank]
-        check(dims, group)
-        announce(group)
+        reach(dims, group, KEY, "peer", "collective")
         # torch would make a multicast object of each allocation, which nothing here uses and not every host can have
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._driver = ctypes.CDLL("libcuda.so.1")
         try:
-            self._flags = self.empty(KINDS * self.world, torch.int32)
+            self._flags = self.empty(kinds * self.world, torch.int32)
         except RuntimeError as e:
             raise ConfigError(
                 KEY, "peer", f"no symmetric memory here ({str(e).splitlines()[0]}); set it to collective"
             ) from e
         self._flags[self.rank].zero_()
-        self._said = [0] * KINDS
+        self._said = [0] * kinds
         self.meet()
 
     def empty(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """A flat tensor of every rank, this one's own among them, in group order. Collective."""
         before = torch.cuda.memory_allocated(self._device)
         own = symmetric.empty(numel, dtype=dtype, device=self._device)
-        memory.outside(
-            own.nbytes - (torch.cuda.memory_allocated(self._device) - before)
-        )  # what the allocator doesn't count
+        counted = torch.cuda.memory_allocated(self._device) - before
+        memory.outside(own.nbytes - counted)
         handle = symmetric.rendezvous(own, self._group.group_name)
         seen: list[Tensor] = [handle.get_buffer(r, (numel,), dtype, 0) for r in range(self.world)]
         if seen[self.rank].data_ptr() != own.data_ptr():
@@ -92,12 +88,16 @@ class Peers:
             raise RuntimeError(f"{name}: CUDA driver error {code}")
 
 
-def check(dims: Dims, group: Any) -> None:
-    """Raises ConfigError unless all ranks of the group are on this node and their GPUs reach each other."""
+def reach(dims: Dims, group: Any, key: str, value: object, instead: str) -> None:
+    """Before a group's ranks use symmetric memory. Raises ConfigError, about key=value, unless all of them are on this node and
+    their GPUs reach each other."""
     here = dims.device.index
     for rank in dist.get_process_group_ranks(group):
         there = here + rank - dist.get_rank()
         if not 0 <= there < int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())):
-            raise ConfigError(KEY, "peer", "the ranks that reduce together are on several nodes; set it to collective")
+            raise ConfigError(key, value, f"rank {rank} is on another node; set it to {instead}")
         if there != here and not torch.cuda.can_device_access_peer(here, there):
-            raise ConfigError(KEY, "peer", f"GPU {here} can't read the memory of GPU {there}; set it to collective")
+            raise ConfigError(key, value, f"GPU {here} can't read the memory of GPU {there}; set it to {instead}")
+    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+    if enable is not None and not hasattr(enable, "__deprecated__"):  # from torch 2.13 on every group can
+        enable(group.group_name)

@@ -1,15 +1,18 @@
 """zero2's two exchanges by `Peers`: gradients to their owners, and weights back, each rank copying what it needs."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from train.parallel.bucket import Bucket
+from train.parallel.dims import Dims
 from train.parallel.lane import IN_FLIGHT
 from train.parallel.peers import Peers
 
-READY, TAKEN, UPDATED = range(3)  # what ranks say, once a bucket or, of weights, once a call
+KINDS = 3
+READY, TAKEN, UPDATED = range(KINDS)  # what ranks say, once a bucket or, of weights, once a call
 SLOTS = IN_FLIGHT + 1  # buffers of packed gradients: what the lane holds, and the one that is packed
 
 
@@ -18,11 +21,11 @@ class Pull:
     lane) for each bucket of a step, and `gather` (on the lane). A rank may change its weights after a step's exchanges: the
     others say READY behind their copies of the last ones. Outside of a step `meet` comes first."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._others = [
-            (peers.rank + i) % peers.world for i in range(1, peers.world)
-        ]  # each link has one reader at a time
+    def __init__(self, dims: Dims, group: Any) -> None:
+        """Collective. Raises ConfigError as `Peers` does."""
+        self._peers = peers = Peers(dims, group, KINDS)
+        # each link has one reader at a time
+        self._others = [(peers.rank + i) % peers.world for i in range(1, peers.world)]
         self._weights: dict[int, list[Tensor]] = {}
         self._slots: list[list[Tensor]] = []
         self._count = 0  # buckets exchanged so far

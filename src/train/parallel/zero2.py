@@ -22,7 +22,6 @@ from train.parallel.bucket import Bucket, make_buckets
 from train.parallel.dims import REDUCE, Dims
 from train.parallel.gather import WeightGather
 from train.parallel.lane import Lane
-from train.parallel.peers import Peers
 from train.parallel.pull import Pull
 
 UPDATE_BYTES = 64 << 20  # master weights updated by one optimizer call, between whose gathers others are updated
@@ -39,7 +38,7 @@ class Zero2(DataParallel):
         self._collective = "reduce_scatter" if cfg.reduction.name == "zero2rs" else "all_to_all"
         self._every = cfg.reduction.accumulate == "every"
         optimizers = Optimizers(cfg, device)
-        self._pull = Pull(Peers(dims, group)) if cfg.reduction.transport == "peer" else None
+        self._pull = Pull(dims, group) if cfg.reduction.transport == "peer" else None
         self._buckets = make_buckets(
             trainable(model), cfg.reduction.bucket_mib or 25, world, rank, optimizers.master,
             self._pull.buffer if self._pull else None,
@@ -89,12 +88,11 @@ class Zero2(DataParallel):
         """Send the next bucket's gradients to their owners."""
         bucket = self._buckets[self._next]
         self._next += 1
+        slot = None
         if self._pull:
             with self.meter.waiting(self._collective):
                 slot = self._pull.slot(bucket)
-            sent = bucket.pack_grads(slot)
-        else:
-            sent = bucket.pack_grads()
+        sent = bucket.pack_grads(slot)
         self.meter.sent(self._collective, sent.nbytes * (self._world - 1) // self._world)
         with self._lane.beside():
             if self._pull:
