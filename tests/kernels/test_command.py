@@ -55,6 +55,25 @@ def test_values_that_are_none(value: str) -> None:
             {"precision.name": "fp8", "precision.scaling": "tensorwise"},
             "input_grad sums bf16 matmuls, precision=fp8 makes them in fp8; without it: inductor",
         ),
+        ("carry", {}, "carry saves what Inductor fuses with the sum: needs compile=layer; without it: inductor"),
+        ("loss+carry", {"compile.name": "layer", "model.experts": 4}, "carry is of a dense layer, here are experts; "),
+        (
+            "carry",
+            {"compile.name": "layer", "memory.recompute": "full"},
+            "carry hands on two tensors, and memory.recompute would keep both",
+        ),
+        (
+            "carry",
+            {"compile.name": "layer", "memory.activation_offload": True},
+            "carry hands on two tensors, memory.activation_offload follows one",
+        ),
+        ("carry", {"compile.name": "layer", "parallelism.pp": 2}, "carry was not tried with pp above 1, here pp=2"),
+        ("carry", {"compile.name": "layer", "parallelism.cp": 2}, "carry was not tried with cp above 1, here cp=2"),
+        (
+            "carry",
+            {"compile.name": "layer", "parallelism.async_tp": True},
+            "carry was not tried with parallelism.async_tp",
+        ),
         ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
         ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),
         ("swiglu+swiglu_down", {}, "swiglu_down takes swiglu's place; without it: swiglu"),
@@ -73,9 +92,9 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
     for key, value in keys.items():
         group, name = key.split(".")
         setattr(getattr(wrong, group), name, value)
-    degrees = dict.fromkeys(mesh.DIMS, 1) | {"tp": wrong.parallelism.tp, "pp": wrong.parallelism.pp}
+    degrees = dict.fromkeys(mesh.DIMS, 1) | {d: getattr(wrong.parallelism, d) for d in ("pp", "cp", "tp")}
     with pytest.raises(config.ConfigError) as caught:
-        names.combination(wrong, degrees)  # type: ignore[arg-type]
+        names.combination(wrong, degrees)
     assert f"compile.kernels={kernels}: {line}" in str(caught.value)
 
 
@@ -94,9 +113,9 @@ def test_auto_takes_what_fits_and_refuses_nothing(keys: dict[str, object], left:
     for key, value in keys.items():
         group, name = key.split(".")
         setattr(getattr(mine, group), name, value)
-    tp = int(mine.parallelism.tp)
-    names.combination(mine, dict.fromkeys(mesh.DIMS, 1) | {"tp": tp})  # type: ignore[arg-type]
-    assert names.fitting(mine, tp) == left
+    degrees = dict.fromkeys(mesh.DIMS, 1) | {"tp": int(mine.parallelism.tp)}
+    names.combination(mine, degrees)
+    assert names.fitting(mine, degrees) == left
 
 
 def test_auto_takes_none_on_a_cpu() -> None:

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
 
 from tests.kernels import given
 from tests.parallel import cases
 from tests.parallel.cases import Case
 from tests.parallel.ranks import Ranks
+from tests.parallel.test_bitwise import assert_bitwise
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
 from train.kernels import loss
 from train.kernels.adamw import FusedAdamW
@@ -55,6 +57,29 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
 )
 def test_meshes_and_levers(two: Ranks, case: Case) -> None:
     check(two, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("zero2o", "bf16", layers=3, grad_accum=2),
+        Case("fsdp", "bf16", layers=3),
+        pytest.param(Case("ddp", model="even", tp=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda c: f"{c.reduction}-tp{c.tp}",
+)
+def test_layers_that_carry_their_sum_on(two: Ranks, case: Case) -> None:
+    """The same bits, from graphs that round as eager layers do."""
+    for plain, carried in two.run(with_and_without_carry, replace(case, compiled=True)):
+        assert_bitwise(plain, carried)
+
+
+def with_and_without_carry(rank: int, world: int, case: Case) -> list[cases.Outcome]:
+    outcomes = []
+    for kernels in ("adamw", "adamw+carry"):
+        torch._dynamo.reset()  # compiled code has limits a process
+        outcomes.append(cases.train(rank, world, replace(case, kernels=kernels)))
+    return outcomes
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "zero2o"])

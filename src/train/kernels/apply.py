@@ -19,6 +19,8 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
         assert isinstance(block, Block)
         if "rope" in used:
             block.attention.turn = rope.turn
+        if "carry" in used:
+            block.carry = True
         if "norm" in used:
             block.normed = norm.normed
         if "input_grad" in used:

@@ -1,12 +1,12 @@
 """compile.kernels: which kernels a run takes from this folder, and what each goes with. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
-NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "input_grad")
+NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "input_grad", "carry")
 FUSED = ("adamw", "loss")  # the others only match what Inductor makes: docs/kernels.md
 
 
@@ -18,9 +18,9 @@ def chosen(value: str) -> tuple[str, ...]:
     return {"inductor": (), "fused": FUSED, "auto": FUSED}.get(value, tuple(value.split("+")))
 
 
-def fitting(cfg: Train, tp: int) -> tuple[str, ...]:
+def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
-    refused = {name for name, _ in _refusals(cfg, tp)}
+    refused = {name for name, _ in _refusals(cfg, degrees)}
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in refused)
 
 
@@ -35,10 +35,10 @@ def values(cfg: Train) -> None:
         raise ConfigError("compile.kernels", value, valid)
 
 
-def combination(cfg: Train, degrees: dict[str, int]) -> None:
+def combination(cfg: Train, degrees: Mapping[str, int]) -> None:
     """Kernels that were asked for and can't be had with the rest of the point. Raises ConfigError."""
     refused: dict[str, str] = {}
-    for name, why in _refusals(cfg, degrees["tp"]):
+    for name, why in _refusals(cfg, degrees):
         refused.setdefault(name, why)
     if refused and cfg.compile.kernels != "auto":
         rest = "+".join(name for name in chosen(cfg.compile.kernels) if name not in refused) or "inductor"
@@ -47,9 +47,9 @@ def combination(cfg: Train, degrees: dict[str, int]) -> None:
         raise ConfigError("compile.kernels", cfg.compile.kernels, f"{said}; {left}")
 
 
-def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
+def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """(kernel, why) of those in compile.kernels that don't go with the rest."""
-    names, memory = chosen(cfg.compile.kernels), cfg.memory
+    names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
     twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
     for name, refused, why in (
@@ -68,6 +68,12 @@ def _refusals(cfg: Train, tp: int) -> Iterator[tuple[str, str]]:
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
         ("input_grad", tp > 1, f"is of matrices that ranks don't share, here tp={tp} do"),
         ("input_grad", cfg.precision.name == "fp8", "sums bf16 matmuls, precision=fp8 makes them in fp8"),
+        ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
+        ("carry", cfg.model.experts > 0, "is of a dense layer, here are experts"),
+        ("carry", memory.recompute != "none", "hands on two tensors, and memory.recompute would keep both"),
+        ("carry", memory.activation_offload, "hands on two tensors, memory.activation_offload follows one"),
+        *(("carry", degrees[d] > 1, f"was not tried with {d} above 1, here {d}={degrees[d]}") for d in ("pp", "cp")),
+        ("carry", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
     ):
         if name in names and refused:
             yield name, why

@@ -20,6 +20,7 @@ from train.model.loss import VocabShard, compiled, lm_loss
 from train.model.moe import MoE
 
 Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
+Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream [B, T, dim], or two tensors whose sum it is
 
 
 class Attention(nn.Module):
@@ -83,20 +84,26 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def whole(x: Stream) -> Tensor:
+    """The residual stream as one tensor."""
+    return x if isinstance(x, Tensor) else x[0] + x[1]
+
+
 class Block(nn.Module):
-    """One layer: x [B, T, dim] and the rotary tables [T, head_dim/2] → [B, T, dim]."""
+    """One layer: the residual stream and the rotary tables [T, head_dim/2] → the stream."""
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
         self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
         self.normed = normed  # or train.kernels.norm's
+        self.carry = False  # leave the last sum to the next layer's graph, which has a norm to fuse it with
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Stream, cos: Tensor, sin: Tensor) -> Stream:
         layer = self._layer if self.in_pieces is None else self.in_pieces
         out = layer(x, cos, sin) if self.recompute is None else self.recompute(layer, x, cos, sin)
         if isinstance(self.ffn, MoE):
@@ -104,12 +111,14 @@ class Block(nn.Module):
             self.ffn.count(counts)  # here: what is inside may run twice
         return out
 
-    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def _layer(self, stream: Stream, cos: Tensor, sin: Tensor) -> Any:
         """The layer's output; with experts a tuple of it and of the tokens that chose each expert."""
-        x, branch = self.normed(x, self.attention_norm)
+        x, branch = self.normed(whole(stream), self.attention_norm)
         x = x + self.attention(branch, cos, sin)
         x, branch = self.normed(x, self.ffn_norm)
         out = self.ffn(branch)
+        if self.carry:
+            return x, out
         return (x + out[0], out[1]) if isinstance(self.ffn, MoE) else x + out
 
 
@@ -140,14 +149,16 @@ class Transformer(nn.Module):
         """x [B, T, dim] through some of the layers; `length`: positions of a row on this rank, T times the ranks that share
         them between the matrices."""
         firsts = tuple(i * length // len(self.mine) for i in self.mine)
+        dtype, device = x.dtype, x.device
         for block in layers:
-            cos, sin = rope.tables(self.cfg, length, x.dtype, x.device, firsts)
+            cos, sin = rope.tables(self.cfg, length, dtype, device, firsts)
             with self.saving(x):
-                x = block(x, cos, sin)
-        return x
+                x = block(x, cos, sin)  # a Stream
+        return whole(x)
 
     def compile_layers(self) -> None:
-        """One Inductor graph for a layer, shared by all of them, and one for the LM head and loss.
+        """One Inductor graph for a layer, shared by all of them (with carry, by all but the first), and one for the LM head
+        and loss.
 
         With cp or ep a graph for each piece of a layer between what its attention or its experts exchange with other ranks,
         and recompute outside: torch traces a checkpoint as a whole or not at all.
