@@ -1,6 +1,7 @@
 """compile.kernels=carry: the plain layers' numbers from layers that leave their last sum to the next one; two graphs, as much
 memory, no work more in backward."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,35 +103,35 @@ def test_layers_keep_as_much() -> None:
     assert saved_sizes("carry") == saved_sizes("inductor")
 
 
-def backward_graphs(kernels: str) -> list[fx.Graph]:
-    """Of every graph of a compiled layer."""
-    graphs: list[fx.Graph] = []
+def graphs(kernels: str) -> tuple[list[fx.Graph], list[fx.Graph]]:
+    """Forward and backward of compiled layers, each graph once, in the order in which they run first."""
+    found: tuple[list[fx.Graph], list[fx.Graph]] = ([], [])
 
-    def keep(module: fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(module.graph)
+    def keep(into: list[fx.Graph], module: fx.GraphModule, _: object) -> Callable[..., Any]:
+        into.append(module.graph)
         return make_boxed_func(module.forward)
 
-    def ignore(module: fx.GraphModule, _: object) -> Callable[..., Any]:
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=ignore, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition, decompositions={}
-    )
+    forward, backward = (functools.partial(keep, into) for into in found)
+    cut = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=cut, decompositions={})
     steps(make(kernels, torch.bfloat16, backend), 1)
-    return graphs
+    return found
 
 
-def test_backward_hands_one_gradient_to_both() -> None:
+def test_forward_keeps_the_sum_and_backward_hands_one_gradient_to_both() -> None:
+    (_, (plain,)), (forward, backward) = graphs("inductor"), graphs("carry")
+    assert len(forward) == len(backward) == 2
+
+    given = [n for n in forward[1].nodes if n.op == "placeholder" and n.meta["val"].shape == (4, 64, 32)]
+    assert len(given) == 2 and not set(given) & set(forward[1].output_node().all_input_nodes)
+
     def count(graph: fx.Graph) -> int:
         """Sums and copies."""
         return sum(n.target in (torch.ops.aten.add.Tensor, torch.ops.aten.clone.default) for n in graph.nodes)
 
-    (plain,), carried = backward_graphs("inductor"), backward_graphs("carry")
-    assert len(carried) == 2
-    assert all(count(graph) <= count(plain) for graph in carried)
-    # the last layers' backward runs, and is compiled, first
-    stream, branch, *_ = carried[0].output_node().args[0]  # type: ignore[misc, union-attr]
-    assert stream is branch
+    assert all(count(graph) <= count(plain) for graph in backward)
+    gradients = backward[0].output_node().args[0]  # of the last layer, whose backward is the first
+    assert isinstance(gradients, (tuple, list)) and gradients[0] is gradients[1]
 
 
 def test_a_rank_with_other_levers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
