@@ -55,6 +55,16 @@ def test_values_that_are_none(value: str) -> None:
             {"precision.name": "fp8", "precision.scaling": "tensorwise"},
             "input_grad sums bf16 matmuls, precision=fp8 makes them in fp8; without it: inductor",
         ),
+        ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
+        ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),
+        ("swiglu+swiglu_down", {}, "swiglu_down takes swiglu's place; without it: swiglu"),
+        ("swiglu_down", {}, "swiglu_down needs compile=layer"),
+        ("swiglu_down", {"compile.name": "layer", "parallelism.async_tp": True}, "swiglu_down was not tried"),
+        (
+            "swiglu_down",
+            {"compile.name": "layer", "precision.name": "fp8", "precision.scaling": "tensorwise"},
+            "swiglu_down has w_down's",
+        ),
         ("carry", {}, "carry saves what Inductor fuses with the sum: needs compile=layer; without it: inductor"),
         ("loss+carry", {"compile.name": "layer", "model.experts": 4}, "carry is of a dense layer, here are experts; "),
         (
@@ -73,16 +83,6 @@ def test_values_that_are_none(value: str) -> None:
             "carry",
             {"compile.name": "layer", "parallelism.async_tp": True},
             "carry was not tried with parallelism.async_tp",
-        ),
-        ("swiglu", {"model.experts": 4}, "swiglu is of a dense layer"),
-        ("swiglu_down", {"model.experts": 4}, "swiglu_down is of a dense layer"),
-        ("swiglu+swiglu_down", {}, "swiglu_down takes swiglu's place; without it: swiglu"),
-        ("swiglu_down", {}, "swiglu_down needs compile=layer"),
-        ("swiglu_down", {"compile.name": "layer", "parallelism.async_tp": True}, "swiglu_down was not tried"),
-        (
-            "swiglu_down",
-            {"compile.name": "layer", "precision.name": "fp8", "precision.scaling": "tensorwise"},
-            "swiglu_down has w_down's",
         ),
     ],
 )

@@ -60,6 +60,12 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "input_grad")),
         ("norm", cfg.model.norm_eps == 0, "needs model.norm_eps above 0"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
+        ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
+        ("carry", cfg.model.experts > 0, "is of a dense layer, here are experts"),
+        ("carry", memory.recompute != "none", "hands on two tensors, and memory.recompute would keep both"),
+        ("carry", memory.activation_offload, "hands on two tensors, memory.activation_offload follows one"),
+        *(("carry", degrees[d] > 1, f"was not tried with {d} above 1, here {d}={degrees[d]}") for d in ("pp", "cp")),
+        ("carry", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
         ("swiglu_down", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("swiglu_down", "swiglu" in names, "takes swiglu's place"),
         # eager recompute would run its matmul again, which perf/hfu doesn't count
@@ -68,12 +74,6 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
         ("input_grad", tp > 1, f"is of matrices that ranks don't share, here tp={tp} do"),
         ("input_grad", cfg.precision.name == "fp8", "sums bf16 matmuls, precision=fp8 makes them in fp8"),
-        ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
-        ("carry", cfg.model.experts > 0, "is of a dense layer, here are experts"),
-        ("carry", memory.recompute != "none", "hands on two tensors, and memory.recompute would keep both"),
-        ("carry", memory.activation_offload, "hands on two tensors, memory.activation_offload follows one"),
-        *(("carry", degrees[d] > 1, f"was not tried with {d} above 1, here {d}={degrees[d]}") for d in ("pp", "cp")),
-        ("carry", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
     ):
         if name in names and refused:
             yield name, why

@@ -19,8 +19,8 @@ from train.model.attention import attend
 from train.model.loss import VocabShard, compiled, lm_loss
 from train.model.moe import MoE
 
-Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
 Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream [B, T, dim], or two tensors whose sum it is
+Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
 
 
 class Attention(nn.Module):
@@ -94,10 +94,10 @@ class Block(nn.Module):
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
+        self.carry = False  # leave the last sum to the next layer's graph, which has a norm to fuse it with
         self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
         self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
         self.normed = normed  # or train.kernels.norm's
-        self.carry = False  # leave the last sum to the next layer's graph, which has a norm to fuse it with
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
