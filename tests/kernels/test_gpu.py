@@ -141,6 +141,13 @@ def test_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, given.norm_case(rows, dim, dtype, "cuda")[0], strict=True))
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("ranks", "rank", "n"), [(1, 0, 128), (2, 0, 13 * 2**20), (2, 1, 5000), (8, 3, 128 * 1023)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ordered_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, add: bool) -> None:
+    given.same_bits(*given.ordered_case(ranks, rank, n, dtype, add, "cuda"))
+
+
 @pytest.mark.parametrize("outs", [(2048, 1024, 1024), (6144, 6144), (24,)], ids=str)
 def test_input_grad(outs: tuple[int, ...]) -> None:
     grads = [randn(4096, n, seed=n) for n in outs]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from train.parallel import peers
 from train.parallel.bucket import Bucket
 from train.parallel.dims import Dims
 from train.parallel.lane import IN_FLIGHT
@@ -23,16 +24,16 @@ class Pull:
 
     def __init__(self, dims: Dims, group: Any) -> None:
         """Collective. Raises ConfigError as `Peers` does."""
-        self._peers = peers = Peers(dims, group, KINDS)
+        self._peers = Peers(dims, group, KINDS)
         # each link has one reader at a time
-        self._others = [(peers.rank + i) % peers.world for i in range(1, peers.world)]
+        self._others = [(self._peers.rank + i) % self._peers.world for i in range(1, self._peers.world)]
         self._weights: dict[int, list[Tensor]] = {}
         self._slots: list[list[Tensor]] = []
         self._count = 0  # buckets exchanged so far
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for a bucket's weights. Collective."""
-        seen = self._peers.empty(numel, dtype)
+        seen = self._peers.empty(numel, dtype, peers.WEIGHTS)
         own = seen[self._peers.rank].zero_()
         self._weights[own.data_ptr()] = seen
         return own
@@ -40,7 +41,7 @@ class Pull:
     def stage(self, buckets: Sequence[Bucket]) -> None:
         """Make the slots. Collective."""
         largest = max(b.weight.nbytes for b in buckets)
-        self._slots = [self._peers.empty(largest, torch.uint8) for _ in range(SLOTS)]
+        self._slots = [self._peers.empty(largest, torch.uint8, peers.COMMUNICATION) for _ in range(SLOTS)]
         self._peers.meet()
 
     def _slot(self, rank: int, bucket: Bucket) -> Tensor:
@@ -53,17 +54,18 @@ class Pull:
         self._peers.wait(TAKEN, max(0, self._count - SLOTS + 1))
         return self._slot(self._peers.rank, bucket)
 
-    def exchange(self, bucket: Bucket) -> Tensor:
-        """All ranks' gradients of this rank's slice, [ranks, shard]."""
+    def exchange(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """All other ranks' gradients of this rank's slice, [ranks, shard] without its own, and these, [shard]."""
         self._peers.say(READY)
         self._peers.wait(READY)
         mine = slice(self._peers.rank * bucket.shard, (self._peers.rank + 1) * bucket.shard)
         found = bucket.weight.new_empty(self._peers.world, bucket.shard)
-        for r in (*self._others, self._peers.rank):
+        for r in self._others:
             found[r].copy_(self._slot(r, bucket)[mine])
         self._peers.say(TAKEN)
+        own = self._slot(self._peers.rank, bucket)[mine]
         self._count += 1
-        return found
+        return found, own
 
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """The other ranks' slices of the buckets' weights; yields when a bucket's have been asked for."""
