@@ -53,7 +53,11 @@ def steps(model: Transformer, count: int = 3) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("dtype", "others"),
-    [(torch.float32, ""), (torch.bfloat16, "+rope+swiglu+norm"), (torch.bfloat16, "+swiglu_down")],
+    [
+        (torch.float32, ""),
+        (torch.bfloat16, "+rope+swiglu+norm"),
+        pytest.param(torch.bfloat16, "+swiglu_down", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_the_same_bits_from_two_graphs(dtype: torch.dtype, others: str) -> None:
