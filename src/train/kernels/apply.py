@@ -23,10 +23,10 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
         if "rope" in used:
             block.attention.turn = rope.turn
         if "norm" in used:
-            # one reader where ranks gather what the norm returns, or where its graph ends: compiled layers in pieces
-            gathered = int(cfg.parallelism.tp) > 1
-            block.attention_normed = one if gathered or block.attention.across is not None else three
-            block.ffn_normed = two if isinstance(block.ffn, FeedForward) and not gathered else one
+            # one reader where tp gathers the norm's result, and where aliases could leave a graph (see `normed`)
+            apart = block.one_graph and int(cfg.parallelism.tp) == 1
+            block.attention_normed = three if apart else one
+            block.ffn_normed = two if apart and isinstance(block.ffn, FeedForward) else one
         if "swiglu" in used:
             assert isinstance(block.ffn, FeedForward)
             block.ffn.gated = swiglu.gated

@@ -13,21 +13,19 @@ from train.model.transformer import Aliased
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, readers: int) -> tuple[Tensor, Aliased]:
-    """(x, norm(x)): x [..., dim]; for more than one reader of norm(x) an alias for each, at most `MOST`.
+    """(x, norm(x)): x [..., dim]; for 2 or 3 readers of norm(x) an alias for each.
 
-    All are to be used, for backward adds up the gradients of all.
+    All are to be used, for backward adds up the gradients of all, and inside one graph: of aliases that leave a compiled
+    graph torch 2.11 loses the gradients.
     """
     x, *aliases = _Norm.apply(x, norm.weight, norm.eps, readers)
     return x, aliases[0] if readers == 1 else tuple(aliases)
 
 
-MOST = 3  # gradients that the kernel reads
-
-
 @torch.library.custom_op("mfu_sweep::rms_norm_backward", mutates_args=())
 def backward(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual: the gradient that comes by x itself, grads: those of the norm's result, 1 to `MOST`, which are summed in their
-    order; all [..., dim] → (x's gradient, weight's).
+    """residual: the gradient that comes by x itself, grads: 1 to 3 of the norm's result, summed in their order; all
+    [..., dim] → (x's gradient, weight's).
 
     Computed in fp32 (fp64 for fp64), rounded once. The norm's root is taken again: a row is there anyway.
     """
@@ -61,7 +59,9 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         out = F.rms_norm(x, weight.shape, weight, eps)
-        return x.view_as(x), *(out.view_as(out) for _ in range(readers))
+        if readers == 1:
+            return x.view_as(x), out
+        return x.view_as(x), *(out.view_as(out) for _ in range(readers))  # all of a kind: a graph then saves one
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -96,6 +96,11 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
 
+    @property
+    def one_graph(self) -> bool:
+        """Whether it can be compiled whole: neither attention nor experts exchange anything with other ranks."""
+        return self.attention.across is None and getattr(self.ffn, "exchange", None) is None
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         layer = self._layer if self.in_pieces is None else self.in_pieces
         out = layer(x, cos, sin) if self.recompute is None else self.recompute(layer, x, cos, sin)
@@ -154,7 +159,7 @@ class Transformer(nn.Module):
         """
         for block in self.layers:
             assert isinstance(block, Block)
-            if block.attention.across is None and getattr(block.ffn, "exchange", None) is None:
+            if block.one_graph:
                 block.compile(fullgraph=True)
             else:
                 block.in_pieces = torch.compile(block._layer)
