@@ -212,7 +212,13 @@ def of_norm(m: config.Model, tokens: int) -> Iterator[Pair]:
     for readers in (2, 3):
         x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
         plain, (residual, *grads) = slopes(functools.partial(read, norm=module, readers=readers), x, [module.weight])
-        arguments = residual, [g * 2**i for i, g in enumerate(grads)], 2 * x.detach(), module.weight.detach(), m.norm_eps
+        arguments = (
+            residual,
+            [g * 2**i for i, g in enumerate(grads)],
+            2 * x.detach(),
+            module.weight.detach(),
+            m.norm_eps,
+        )
         ours = functools.partial(norm.backward, *arguments)
         yield Pair(
             f"norm backward, {readers} gradients", (3 + readers) * x.nbytes, m.layers, plain, ours,

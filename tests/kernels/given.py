@@ -73,11 +73,13 @@ def loss_case(n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list
 
 
 def norm_case(rows: int, dim: int, dtype: torch.dtype, device: str, readers: int) -> tuple[list[Tensor], list[Tensor]]:
-    """[gradient in x, in weight] from a residual's and those of a norm's readers, by the kernel and by torch's autograd in fp64."""
+    """[gradient in x, in weight] from a residual's and a norm's readers', by the kernel and by torch's autograd in fp64."""
     residual, x, *grads = (randn(2, rows, dim, seed=i, dtype=dtype, device=device) for i in range(2 + readers))
     weight = (1 + 0.1 * randn(dim, seed=9, device=device)).to(dtype)
     a, w = (t.double().requires_grad_() for t in (x, weight))
-    want = torch.autograd.grad((a * 1, F.rms_norm(a, (dim,), w, 1e-5)), (a, w), (residual.double(), torch.stack(grads).double().sum(0)))
+    want = torch.autograd.grad(
+        (a * 1, F.rms_norm(a, (dim,), w, 1e-5)), (a, w), (residual.double(), torch.stack(grads).double().sum(0))
+    )
     # not contiguous, as a branch's gradient may be
     grads[-1] = grads[-1].transpose(0, 1).contiguous().transpose(0, 1)
     return list(norm.backward(residual, grads, x, weight, 1e-5)), [t.to(dtype) for t in want]

@@ -78,7 +78,9 @@ def test_aliases_only_where_they_stay_in_one_graph() -> None:
         (configured("norm", tp.memory), lambda q, k, v, path: q, 0, (1, 1)),
         (configured("norm", tp.memory), None, 4, (3, 1)),
     ):
-        model = build(layers=1, **({"ffn": 0, "experts": 4, "expert_ffn": 8, "experts_per_token": 2} if experts else {}))
+        model = build(
+            layers=1, **({"ffn": 0, "experts": 4, "expert_ffn": 8, "experts_per_token": 2} if experts else {})
+        )
         model.layers[0].attention.across = across
         apply.apply(model, cfg, torch.device("cpu"))
         assert readers(model.layers[0]) == want

@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): x [B, T, dim] → [B, T, dim]; x may come as aliases, for w_gate and w_up one each."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202); x may come as aliases, for w_gate and w_up one each."""
 
     def __init__(self, cfg: config.Model) -> None:
         super().__init__()
