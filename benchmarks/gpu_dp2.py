@@ -109,22 +109,22 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
             out.append(
                 f"zero2 = zero2o at micro_batch {mb} (loss and norm of every step, bit for bit): {a['curve'] == b['curve']}"
             )
-    both = [r for r in results if r["sweep"].startswith("dp2_single") and "step_s" in r]
-    pair = grid.get(("dp2", "zero2o", "none", "default", 12))
-    if len(both) == 2 and pair:
-        ideal = sum(r["tokens_per_s"] for r in both)
-        out.append(f"zero2o / two independent single-GPU runs, micro_batch 12: {pair['tokens_per_s'] / ideal:.4f}")
-    for mb in (4, 8, 12):
-        r = grid.get(("dp2", "zero2o", "none", "default", mb))
-        if r and r["exposed_s"] is not None:
-            out.append(
-                f"exposed communication of zero2o at micro_batch {mb}: {100 * r['exposed_s'] / r['step_s']:.2f} % of the step"
-            )
-    for p in peer:
-        r = grid.get(("dp2", "zero2o", "none", "default", p["mb"]))
-        if r:
-            ratio = r["tokens_per_s"] / p["tok_s"]
-            out.append(f"zero2o / torchtitan FSDP at micro_batch {p['mb']}: {ratio:.3f} ({p['tok_s']:,} tokens/s)")
+    singles = [r["tokens_per_s"] for r in results if r["sweep"].startswith("dp2_single") and "step_s" in r]
+    for r in results:
+        if "step_s" not in r or r["nproc"] == 1 or r["sweep"] == "dp2_replay":
+            continue
+        if r["reduction"] != "zero2o" or r["recompute"] != "none" or r["nccl"] != "default":
+            continue
+        run = f"zero2o, {r['transport']}, buckets of {r['bucket_mib']:g} MiB, micro_batch {r['micro_batch']}"
+        if r["exposed_s"] is not None:
+            out.append(f"{run}: exposed communication {100 * r['exposed_s'] / r['step_s']:.2f} % of the step")
+        if r["micro_batch"] == 12 and len(singles) == 2:
+            out.append(f"{run}: {r['tokens_per_s'] / sum(singles):.4f} of two independent single-GPU runs")
+        out += [
+            f"{run}: {r['tokens_per_s'] / p['tok_s']:.3f} times torchtitan FSDP ({p['tok_s']:,} tokens/s)"
+            for p in peer
+            if p["mb"] == r["micro_batch"]
+        ]
     replays = [r for r in results if r["sweep"] == "dp2_replay"]
     for r in replays:
         root = (r.get("leaf_root") or "")[:12]
@@ -157,60 +157,50 @@ def main() -> None:
     def left(need: float) -> bool:
         return args.budget - (time.monotonic() - began) > need
 
-    peer = []
+    peer: list[dict[str, Any]] = []
+
+    def report() -> str:
+        """What is known so far, written to the files: a command that is cut off leaves it."""
+        results = [r for name in SWEEPS for r in rows(name)]
+        record = {
+            "date": date.today().isoformat(), "command": "python -m benchmarks.gpu_dp2", "results": results,
+            "torchtitan": peer, "claims": claims(results, peer),
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        said = [*(f"- {c}" for c in record["claims"]), "", *(json.dumps(p) for p in peer), "", table(results)]
+        args.out.with_suffix(".txt").write_text("\n".join(said) + "\n")
+        return "\n".join(said)
+
     if "grid" in parts:
         for name in SWEEPS:
             shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
         train("dp2", "sweeps=dp2_reductions", steps).wait()
+        report()
     if "single" in parts and left(60):
-        pair = [
-            train(
-                f"dp2_single{i}",
-                *DENSE,
-                "micro_batch=12",
-                "nproc=1",
-                "reduction=zero2o",
-                steps,
-                CUDA_VISIBLE_DEVICES=str(i),
-            )
-            for i in (0, 1)
-        ]
+        alone = [*DENSE, "micro_batch=12", "nproc=1", "reduction=zero2o", steps]
+        pair = [train(f"dp2_single{i}", *alone, CUDA_VISIBLE_DEVICES=str(i)) for i in (0, 1)]
         for run in pair:
             run.wait()
-    if "peer" in parts and args.peers and left(90):
+        report()
+    if "peer" in parts and args.peers and left(60):
         peer += [r for r in [torchtitan(12, args.peers)] if r]
+        report()
+    pairs = [*DENSE, "nproc=2", "reduction=zero2o"]
     if "tuned" in parts and left(90):  # how long the matmuls beside a collective wait for its SMs
         how = [f"reduction.bucket_mib={args.buckets}", f"reduction.transport={args.transports}", "timeout=90"]
-        train("dp2_buckets", *DENSE, "nproc=2", "micro_batch=12", "reduction=zero2o", *how, steps).wait()
+        train("dp2_buckets", *pairs, "micro_batch=12", *how, steps).wait()
+        report()
     if "nccl" in parts and left(60):
-        train("dp2_nccl", *DENSE, "nproc=2", "micro_batch=8", "reduction=zero2o", "nccl=default,pcie", steps).wait()
+        train("dp2_nccl", *pairs, "micro_batch=8", "nccl=default,pcie", steps).wait()
+        report()
     if "replay" in parts and left(100):
-        train(
-            "dp2_replay",
-            *DENSE,
-            "nproc=2",
-            "micro_batch=4",
-            "reduction=zero2,zero2o",
-            "nccl=default,pcie",
-            "replay=true",
-            "steps=4",
-        ).wait()
+        how = ["reduction=zero2,zero2o", "nccl=default,pcie", "replay=true", "steps=4"]
+        train("dp2_replay", *DENSE, "nproc=2", "micro_batch=4", *how).wait()
+        report()
     if "peer" in parts and args.peers and left(70):
         peer += [r for r in [torchtitan(8, args.peers)] if r]
-    results = [r for name in SWEEPS for r in rows(name)]
-    said = claims(results, peer)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": date.today().isoformat(),
-        "command": "python -m benchmarks.gpu_dp2",
-        "results": results,
-        "torchtitan": peer,
-        "claims": said,
-    }
-    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    text = "\n".join([*(f"- {c}" for c in said), "", *(json.dumps(p) for p in peer), "", table(results)])
-    args.out.with_suffix(".txt").write_text(text + "\n")
-    print(text, f"\n{time.monotonic() - began:.0f} s", flush=True)
+    print(report(), f"\n{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from analysis.plots.bars import stack
 from analysis.plots.style import context, figure, finish, legend
@@ -37,7 +38,7 @@ WARM = 4  # steps that are left out: compile, allocator, the step whose allocati
 
 @dataclass
 class Part:
-    """One command, a grid over memory=… with the levers compared to the first one."""
+    """One sweep over memory=…, its levers compared to the first one."""
 
     name: str
     overrides: list[str]
@@ -150,32 +151,25 @@ def picture(rows: list[Row]) -> bytes:
 
 
 def run(part: Part, levers: set[str], out: Path, end: float) -> list[Row]:
-    """The part's levers, one command each: a lever that hangs or is cut off costs no other."""
-    return [one(part, lever, out, end) for lever in part.levers if lever in levers]
-
-
-def one(part: Part, lever: str, out: Path, end: float) -> Row:
-    row = Row(part.name, lever or "recipe=memory_tight", "not run")
+    """The part's levers as one sweep; what it hasn't finished by `end` is cut off."""
+    chosen = [lever for lever in part.levers if lever in levers]
+    rows = {lever: Row(part.name, lever or "recipe=memory_tight", "not run") for lever in chosen}
     left = end - time.monotonic()
-    if left < 45:  # less than a start, a compile and a few steps take
-        return row
-    name = f"{part.name}-{lever or 'recipe'}".replace(", ", "-").replace(" ", "-")
-    choice = [f"memory={lever}"] if lever else []
-    command = [sys.executable, "-m", "train", f"out={out}", f"name={name}", "nproc=1", *part.overrides, *choice]
-    start = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left)
-    except subprocess.TimeoutExpired:
-        row.status = "cut off"
-        return row
-    row.seconds = time.monotonic() - start
-    folders = [f.parent for f in (out / name).glob("*/status.json")]
-    if not folders:
-        row.status = (done.stderr.strip().splitlines() or ["nothing written"])[-1][:120]
-        return row
-    fill(row, folders[0])
-    print(f"{part.name:18} {row.lever:22} {row.status:8} {row.seconds:5.0f} s", flush=True)
-    return row
+    if not chosen or left < 45:  # less than a start, a compile and a few steps take
+        return list(rows.values())
+    name = part.name.replace(", ", "-").replace(" ", "-")
+    choice = [f"memory={','.join(filter(None, chosen))}"] if any(chosen) else []
+    command = [sys.executable, "-m", "train", "-m", f"out={out}", f"name={name}", "nproc=1", *part.overrides, *choice]
+    print("$", " ".join(["python", *command[1:]]), flush=True)
+    with subprocess.Popen(command, cwd=ROOT) as sweep:
+        try:
+            sweep.wait(left)
+        except subprocess.TimeoutExpired:
+            sweep.terminate()  # it ends its ranks, and writes what became of its points
+    for folder in sorted(f.parent for f in (out / name).glob("*/status.json")):
+        lever = yaml.safe_load((folder / "config.yaml").read_text())["memory"]["name"]
+        fill(rows[lever if lever in rows else chosen[0]], folder)
+    return list(rows.values())
 
 
 def fill(row: Row, folder: Path) -> None:
@@ -184,6 +178,8 @@ def fill(row: Row, folder: Path) -> None:
     row.status = status["status"] if status["status"] == "ok" else f"{status['status']}: {status.get('reason')}"[:160]
     if status["status"] != "ok":
         return
+    began, ended = (datetime.fromisoformat(status[key]) for key in ("started", "ended"))
+    row.seconds = (ended - began).total_seconds()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     late = lines[WARM:] or lines[-1:]
     row.tokens_per_s = statistics.median(line["perf/throughput"] for line in late)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from analysis import kernels
 from benchmarks.beside import begin
-from benchmarks.gpu_memory import Part, Row, one, torchtitan
+from benchmarks.gpu_memory import Part, Row, run, torchtitan
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
 CASES = {
@@ -37,10 +37,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         router, forced = (Part(f"moe, {name}", [*MOE, *keys], ["none"]) for name, keys in CASES.items())
-        rows = [one(router, "none", out, end)]
+        rows = run(router, {"none"}, out, end)
         if not args.no_peer:
             rows.append(torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end))
-        rows.append(one(forced, "none", out, end))
+        rows += run(forced, {"none"}, out, end)
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         if any(out.glob("moe*/*/traces/*")):

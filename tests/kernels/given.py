@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from train import config
-from train.kernels import adamw, loss, norm
+from train.kernels import adamw, loss, norm, ordered
 from train.model import loss as plain_loss
 
 ALL = "adamw+loss+swiglu+rope+norm"  # every kernel that goes with the others
@@ -91,3 +91,26 @@ def close(got: Sequence[Tensor], want: Sequence[Tensor], ulps: float = 4) -> Non
         assert a.dtype == b.dtype and a.shape == b.shape, i
         bound = ulps * torch.finfo(a.dtype).eps * float(b.abs().max())
         assert float((a.double() - b.double()).abs().max()) <= bound, (i, a, b)
+
+
+def same_bits(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Equal to the last bit, the sign of a zero included."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (i, a, b)
+
+
+def ordered_case(
+    ranks: int, rank: int, n: int, dtype: torch.dtype, add: bool, device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The ordered sum by the kernel, own slice elsewhere, and one fp32 (fp64) addition a rank."""
+    received = randn(ranks, n, dtype=dtype, device=device)
+    received[:, 0] = -0.0  # what 0 + -0 would lose
+    into = randn(n, seed=1, dtype=WIDE[dtype], device=device) if add else None
+    total = received[0].to(WIDE[dtype], copy=True) if into is None else into + received[0].to(WIDE[dtype])
+    for copy in received[1:]:
+        total = total + copy.to(WIDE[dtype])
+    own = received[rank].clone()
+    received[rank] = torch.nan
+    found = ordered.add_up(received, rank, own, into, WIDE[dtype])
+    assert into is None or found is into
+    return [found], [total]

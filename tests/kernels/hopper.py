@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from train.kernels.jit import adamw, loss, norm, rope, swiglu
+from train.kernels.jit import adamw, loss, norm, ordered, rope, swiglu
 
 BF16, F32, I64 = "*bf16", "*fp32", "*i64"
 ALIGNED = [["tt.divisibility", 16]]
@@ -76,6 +76,10 @@ def all_kernels() -> list[dict[str, Any]]:
                 GRADS=n, EPS=1e-5, ROUNDS=63, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
             )
             for n in (1, 2, 3)
+        ),
+        compiled(
+            ordered.ordered_sum_kernel, {"received": BF16, "own": BF16, "out": F32, "numel": "i32*"}, ordered.WARPS,
+            RANKS=2, RANK=1, ADD=False, BLOCK=ordered.BLOCK,
         ),
         compiled(
             rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,

@@ -78,3 +78,10 @@ def plainly(function, *args):  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "0")
         return function(*args)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("ranks", "rank", "n"), [(1, 0, 128), (2, 1, 5000), (3, 0, 4096)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ordered_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, add: bool) -> None:
+    given.same_bits(*given.ordered_case(ranks, rank, n, dtype, add, "cpu"))

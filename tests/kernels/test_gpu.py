@@ -143,6 +143,13 @@ def test_norm(rows: int, dim: int, dtype: torch.dtype, readers: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("ranks", "rank", "n"), [(1, 0, 128), (2, 0, 13 * 2**20), (2, 1, 5000), (8, 3, 128 * 1023)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ordered_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, add: bool) -> None:
+    given.same_bits(*given.ordered_case(ranks, rank, n, dtype, add, "cuda"))
+
+
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("kernels", [given.ALL, "rope+swiglu_down"])
 def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> None:

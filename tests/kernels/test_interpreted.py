@@ -32,6 +32,7 @@ def test_compiled_for_hopper_they_move_16_bytes_at_once_and_spill_nothing() -> N
         "cross_entropy_kernel": 64,
         "swiglu_kernel": 64,
         "swiglu_backward_kernel": 64,
+        "ordered_sum_kernel": 32,
         "rope_kernel": 64,
         "rms_norm_backward_kernel": 128,  # a quarter is enough: its loads wait in shared memory
     }

@@ -79,7 +79,9 @@ class Bucket:
         parts = []
         for slot, gap in zip(self.slots, self.gaps, strict=True):
             grad = slot.parameter.grad
-            parts += [self.weight.new_zeros(slot.numel) if grad is None else grad.reshape(-1), gap]
+            parts.append(self.weight.new_zeros(slot.numel) if grad is None else grad.reshape(-1))
+            if len(gap):  # an empty part would cost cat its fast kernel
+                parts.append(gap)
             slot.parameter.grad = None
         return torch.cat(parts, out=out)
 

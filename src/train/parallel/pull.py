@@ -53,17 +53,18 @@ class Pull:
         self._peers.wait(TAKEN, max(0, self._count - SLOTS + 1))
         return self._slot(self._peers.rank, bucket)
 
-    def exchange(self, bucket: Bucket) -> Tensor:
-        """All ranks' gradients of this rank's slice, [ranks, shard]."""
+    def exchange(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """All other ranks' gradients of this rank's slice, [ranks, shard] without its own, and these, [shard]."""
         self._peers.say(READY)
         self._peers.wait(READY)
         mine = slice(self._peers.rank * bucket.shard, (self._peers.rank + 1) * bucket.shard)
         found = bucket.weight.new_empty(self._peers.world, bucket.shard)
-        for r in (*self._others, self._peers.rank):
+        for r in self._others:
             found[r].copy_(self._slot(r, bucket)[mine])
         self._peers.say(TAKEN)
+        own = self._slot(self._peers.rank, bucket)[mine]
         self._count += 1
-        return found
+        return found, own
 
     def gather(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """The other ranks' slices of the buckets' weights; yields when a bucket's have been asked for."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from train import config
+from train.kernels import ordered
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
 from train.parallel import collectives
@@ -96,7 +97,7 @@ class Zero2(DataParallel):
         self.meter.sent(self._collective, sent.nbytes * (self._world - 1) // self._world)
         with self._lane.beside():
             if self._pull:
-                self._sum(bucket, self._pull.exchange(bucket))
+                self._sum(bucket, *self._pull.exchange(bucket))
             else:
                 self._send(bucket, sent)
         self._lane.hold(sent, self._collective)
@@ -115,17 +116,12 @@ class Zero2(DataParallel):
         else:
             self._queue.append((bucket, work, received))
 
-    def _sum(self, bucket: Bucket, received: Tensor) -> None:
-        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype."""
-        if bucket.grad is None and len(received) == 2:  # one pass over memory; torch orders no more than two
-            bucket.grad = received.sum(0, dtype=bucket.master.dtype)
-            return
-        if bucket.grad is None:
-            bucket.grad = received[0].to(bucket.master.dtype, copy=True)
-        else:
-            bucket.grad.add_(received[0])
-        for copy in received[1:]:
-            bucket.grad.add_(copy)
+    def _sum(self, bucket: Bucket, received: Tensor, own: Tensor | None = None) -> None:
+        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype; the own one may be
+        in `own`."""
+        rank = 0 if len(received) == 1 else bucket.rank
+        own = received[rank] if own is None else own
+        bucket.grad = ordered.add_up(received, rank, own, bucket.grad, bucket.master.dtype)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> Tensor:
