@@ -49,7 +49,7 @@ def rows(name: str) -> list[dict[str, Any]]:
             "sweep": name, "reduction": cfg["reduction"]["name"], "bucket_mib": cfg["reduction"]["bucket_mib"],
             "transport": cfg["reduction"]["transport"],
             "micro_batch": cfg["micro_batch"], "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"],
-            "nproc": cfg["nproc"], "status": s["status"], "reason": s["reason"],
+            "nproc": cfg["nproc"], "point": status.parent.name, "status": s["status"], "reason": s["reason"],
         }  # fmt: skip
         lines = (
             [json.loads(x) for x in (status.parent / "metrics.jsonl").read_text().splitlines()]
@@ -67,6 +67,7 @@ def rows(name: str) -> list[dict[str, Any]]:
                 "step_s": step, "tokens_per_s": tokens, "mfu": 100 * tokens * summary["flops_per_token"]["mfu"] / peak,
                 "mfu_causal": 100 * tokens * summary["flops_per_token"]["mfu_causal"] / peak,
                 "rank_step_peak_mem_gib": summary.get("rank_step_peak_mem_gib"), "exposed_s": exposed,
+                "first_step_s": sum(summary["seconds"].get(phase, 0) for phase in ("start", "fabric", "build", "compile")),
                 "leaf_root": summary.get("leaf_root"), "replay_match": summary.get("replay_match"),
                 "curve": [(x["loss"], x["grad_norm"]) for x in lines],
             }  # fmt: skip

@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_step --out docs/results/step --settings mb16,mb8 --repeats 3 --budget 560 --peers /tmp/peers
 
-Runs alternate (ours, torchtitan, ours, …), each in a process of its own, as a user would start it; a setting's figure is the
-median over its repeats. A last profiled run of ours gives the time by kernel family. What an earlier call wrote to OUT.json
-stays, each row with its date, so that a table can be made over several calls; ratios are within a call. Variants of ours,
-in turn with each other, by --ours compile.kernels=inductor --ours "".
+Ours and torchtitan's runs alternate: in each round one sweep of ours for the settings that differ in micro_batch, then the peer
+on the same work. A setting's figure is the median over the rounds; the last one of ours is profiled, for the time by kernel
+family. What an earlier call wrote to OUT.json stays, each row with its date, so that a table can be made over several calls;
+ratios are within a call. Variants of ours, in turn with each other, by --ours compile.kernels=inductor --ours "".
 """
 
 import argparse
@@ -13,7 +13,8 @@ import json
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Setting:
     def ours(self) -> list[str]:
         memory = {"none": "none", "full": "full_recompute", "selective": "selective"}[self.recompute]
         return ["model=dense_1b", "data=fake", "nproc=1", "compile=layer", f"seq_len={self.seq_len}",
-                f"micro_batch={self.micro_batch}", f"memory={memory}", f"precision={self.precision}",
+                f"memory={memory}", f"precision={self.precision}",
                 *(["compile.cuda_graph=true"] if self.graph else [])]  # fmt: skip
 
     def peer(self) -> list[str]:
@@ -55,61 +56,76 @@ SETTINGS = {
 }
 
 
-def ours(name: str, setting: Setting, *more: str) -> dict[str, Any]:
-    """One run of this project's; {} where it did not end well."""
+def sweeps(settings: list[str]) -> list[list[str]]:
+    """Settings that one sweep over micro_batch runs."""
+    found: dict[Setting, list[str]] = {}
+    for key in settings:
+        found.setdefault(replace(SETTINGS[key], micro_batch=0), []).append(key)
+    return list(found.values())
+
+
+def ours(name: str, settings: list[str], *more: str) -> dict[str, dict[str, Any]]:
+    """One sweep of this project's over settings that differ in micro_batch; those that ended well."""
     shutil.rmtree(ROOT / "outputs" / name, ignore_errors=True)
-    train(name, *setting.ours(), *more).wait()
-    found = [row for row in rows(name) if "step_s" in row]
-    return found[0] if found else {}
+    sizes = {SETTINGS[key].micro_batch: key for key in settings}
+    micro_batch = f"micro_batch={','.join(map(str, sizes))}"
+    train(name, *SETTINGS[settings[0]].ours(), micro_batch, *more).wait()
+    return {sizes[row["micro_batch"]]: row | {"sweep": name} for row in rows(name) if "step_s" in row}
 
 
-def families(name: str) -> dict[str, float]:
+def families(row: dict[str, Any]) -> dict[str, float]:
     """Milliseconds a step by kernel family, of a run with profile=true."""
-    trace = next((ROOT / "outputs" / name).glob("*/traces/rank0.json.gz"), None)
-    return {k: 1e3 * v / 2 for k, v in kernels.breakdown(kernels.read(trace)).items()} if trace else {}
+    trace = ROOT / "outputs" / row["sweep"] / row["point"] / "traces" / "rank0.json.gz"
+    return {k: 1e3 * v / 2 for k, v in kernels.breakdown(kernels.read(trace)).items()} if trace.exists() else {}
 
 
-def measure(key: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The table's rows of a setting: one for each of --ours, beside the same runs of the peer."""
-    setting, theirs = SETTINGS[key], []
-    mine: list[list[dict[str, Any]]] = [[] for _ in args.ours]
+def measure(settings: list[str], args: argparse.Namespace, end: float) -> Iterator[list[dict[str, Any]]]:
+    """After each round, the table's rows so far: one for each setting and variant of ours."""
+    mine: dict[tuple[str, str], list[dict[str, Any]]] = {(k, more): [] for k in settings for more in args.ours}
+    theirs: dict[tuple[str, ...], list[dict[str, Any]]] = {tuple(SETTINGS[k].peer()): [] for k in settings}
+    ceilings: dict[str, dict[str, Any]] = {}
     for repeat in range(args.repeats):
-        for index, more in enumerate(args.ours):
-            mine[index].append(ours(f"step_{key}_{index}_{repeat}", setting, f"steps={args.steps}", *more.split()))
-        if args.peers:
-            theirs.append(run_peer(setting.peer(), 300, args.peers)[0])
-    ceiling, _ = run_peer(["roofline.py", "dense_1b", str(setting.seq_len), str(setting.micro_batch)], 300, args.peers)
-    found = []
-    for index, more in enumerate(args.ours):
-        profile = f"step_{key}_{index}_profile"
-        ours(profile, setting, f"steps={args.steps}", "profile=true", *more.split())
-        runs = [r for r in mine[index] if r]
-        found.append(row(f"{key} {more}".strip(), setting, runs, [r for r in theirs if r], ceiling, families(profile)))
-    return found
+        if repeat and time.monotonic() > end:
+            break
+        profile = ["profile=true"] if repeat == args.repeats - 1 else []
+        for at, together in enumerate(sweeps(settings)):
+            for index, more in enumerate(args.ours):
+                name = f"step_{at}_{index}_{repeat}"
+                done = ours(name, together, f"steps={args.steps}", *profile, *more.split())
+                for key, row in done.items():
+                    mine[key, more].append(row)
+            peers = dict.fromkeys(tuple(SETTINGS[key].peer()) for key in together) if args.peers else {}
+            for arguments in peers:
+                if not theirs[arguments][repeat:]:  # the same work in two settings
+                    theirs[arguments] += [r for r in [run_peer(list(arguments), 300, args.peers)[0]] if r]
+        for key in set(args.ceilings) & set(settings) - set(ceilings):
+            shape = [str(SETTINGS[key].seq_len), str(SETTINGS[key].micro_batch)]
+            ceilings[key] = run_peer(["roofline.py", "dense_1b", *shape], 300, args.peers)[0]
+        yield [
+            described(key, more, runs, theirs[tuple(SETTINGS[key].peer())], ceilings.get(key, {}))
+            for (key, more), runs in mine.items()
+        ]
 
 
-def row(
-    name: str,
-    setting: Setting,
-    mine: list[dict[str, Any]],
-    theirs: list[dict[str, Any]],
-    ceiling: dict[str, Any],
-    families_ms: dict[str, float],
+def described(
+    key: str, more: str, mine: list[dict[str, Any]], theirs: list[dict[str, Any]], ceiling: dict[str, Any]
 ) -> dict[str, Any]:
     """What stays of one variant of a setting."""
+    setting = SETTINGS[key]
     return {
-        "setting": name, "date": date.today().isoformat(), "micro_batch": setting.micro_batch, "seq_len": setting.seq_len,
-        "recompute": setting.recompute, "precision": setting.precision, "steps_ms": [1e3 * r["step_s"] for r in mine],
-        "tokens_per_s": [r["tokens_per_s"] for r in mine], "peak_gib": [r["rank_step_peak_mem_gib"][0] for r in mine],
-        "mfu_causal": [r["mfu_causal"] for r in mine], "torchtitan": theirs, "ceiling": ceiling,
-        "families_ms": families_ms,
+        "setting": f"{key} {more}".strip(), "date": date.today().isoformat(), "micro_batch": setting.micro_batch,
+        "seq_len": setting.seq_len, "recompute": setting.recompute, "precision": setting.precision,
+        "steps_ms": [1e3 * r["step_s"] for r in mine], "tokens_per_s": [r["tokens_per_s"] for r in mine],
+        "peak_gib": [r["rank_step_peak_mem_gib"][0] for r in mine], "mfu_causal": [r["mfu_causal"] for r in mine],
+        "first_step_s": [r["first_step_s"] for r in mine], "torchtitan": theirs, "ceiling": ceiling,
+        "families_ms": families(mine[-1]) if mine else {},
     }  # fmt: skip
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown: a row a setting, then the families."""
-    head = ["setting", "date", "step ms", "tokens/s", "MFU causal %", "peak GiB", "torchtitan tokens/s", "its GiB", "ratio",
-            "of ceiling %"]  # fmt: skip
+    head = ["setting", "date", "step ms", "tokens/s", "MFU causal %", "peak GiB", "first step s", "torchtitan tokens/s",
+            "its GiB", "ratio", "of ceiling %"]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for r in results:
         if not r["tokens_per_s"]:
@@ -124,6 +140,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [
             r["setting"], r["date"], f"{statistics.median(r['steps_ms']):.1f} ({low:.1f} to {high:.1f})", f"{rate:,.0f}",
             f"{statistics.median(r['mfu_causal']):.1f}{' of fp8' * eight}", f"{max(r['peak_gib']):.1f}",
+            f"{max(r['first_step_s']):.0f}",
             f"{peer:,.0f}" if peer else "", f"{memory:.1f}" if memory else "", f"{rate / peer:.3f}" if peer else "",
             f"{100 * rate / ceiling:.1f}" if ceiling else "",
         ]  # fmt: skip
@@ -143,24 +160,23 @@ def main() -> None:
     p.add_argument("--settings", default=",".join(SETTINGS), help="(default: %(default)s)")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--steps", type=int, default=25)
-    p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further setting starts")
+    p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further round starts")
+    p.add_argument(
+        "--ceilings", default="mb16,seq8192", help="settings whose ceiling is measured (default: %(default)s)"
+    )
     p.add_argument("--ours", action="append", help="overrides of ours, a row of its own for each --ours")
     p.add_argument("--peers", default="", help="folder with torchtitan and what it needs; empty: without it")
     args = p.parse_args()
     args.ours = args.ours or [""]
     settings = words(p, "--settings", args.settings, SETTINGS)
+    args.ceilings = words(p, "--ceilings", args.ceilings, SETTINGS)
     begin(p)
-    began, longest = time.monotonic(), 0.0
+    began = time.monotonic()
     file = args.out.with_suffix(".json")
     kept = {r["setting"]: r for r in json.loads(file.read_text())} if file.exists() else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    for key in settings:
-        if time.monotonic() - began + longest > args.budget:
-            print(f"budget used: {key} left out", flush=True)
-            continue
-        start = time.monotonic()
-        kept |= {r["setting"]: r for r in measure(key, args)}
-        longest = max(longest, time.monotonic() - start)
+    for found in measure(settings, args, began + args.budget):
+        kept |= {r["setting"]: r for r in found}
         file.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
     shown = [r for k in SETTINGS for r in kept.values() if r["setting"].split()[0] == k]
     print(table(shown), f"\n{time.monotonic() - began:.0f} s", flush=True)

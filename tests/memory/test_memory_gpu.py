@@ -1,11 +1,13 @@
 """The levers on a GPU: the same numbers, less memory, nothing that waits, and an account that adds up."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.faults.lab import statuses, sweep
 from tests.memory import cases
 from tests.memory.cases import Case
 from tests.memory.test_levers_equal import EXACT, HEAD, distance
@@ -150,6 +152,26 @@ def test_the_account_adds_up(reduction: str, tmp_path) -> None:  # type: ignore[
     # fsdp has none that it has reduced yet at the peak, which is the head's backward; what it has not counts as activations
     assert (kinds["gradients"] > 0 or reduction == "fsdp") and kinds["activations"] > 0
     assert (tmp_path / "memory.pickle").stat().st_size > 0
+
+
+@pytest.mark.two_gpus
+def test_the_account_knows_memory_that_ranks_show_each_other(tmp_path: Path) -> None:
+    transports = "reduction.transport=collective,peer"
+    done = sweep(
+        tmp_path,
+        "name=t",
+        "device=cuda",
+        "nproc=2",
+        "data=fake",
+        "steps=4",
+        "reduction=zero2o",
+        "micro_batch=1",
+        transports,
+    )
+    assert done.code == 0, done.output
+    plain, peer = (s["summary"]["memory_by_kind"][0] for _, s in sorted(statuses(tmp_path / "t").items()))
+    assert peer["weights"] == pytest.approx(plain["weights"], rel=0.05)
+    assert peer["communication"] > 0
 
 
 def test_keep_list_names_kernels_of_this_torch() -> None:

@@ -152,6 +152,20 @@ class Cluster:
         )
         log.close()
 
+    def alive(self, name: str) -> bool:
+        """Whether a daemon runs. A test of the same process that cleans up all of its descendants ends ours too."""
+        return name in self.daemons and self.daemons[name].poll() is None
+
+    def start_munge(self) -> None:
+        """munged."""
+        folder = self.folder
+        self.start(
+            "munged", "munged", "-F", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
+            f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed", "--num-threads=2",
+        )  # fmt: skip
+        self.wait(lambda: (folder / "munge.socket").exists(), "munged")
+
     def start_node(self, node: str) -> None:
         """slurmd of n1 or n2."""
         self.start(node, "slurmd", "-D", "-N", node, "-f", str(self.conf))
@@ -200,12 +214,7 @@ class Cluster:
         key.chmod(0o400)
         self.conf.write_text(CONF.format(folder=self.folder, ports=free_ports(3), **self.settings))
         try:
-            self.start(
-                "munged", "munged", "-F", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket",
-                f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
-                f"--seed-file={self.folder}/munged.seed", "--num-threads=2",
-            )  # fmt: skip
-            self.wait(lambda: (self.folder / "munge.socket").exists(), "munged")
+            self.start_munge()
             if self.accounting:
                 self.start_accounting()
             self.start_controller()
@@ -250,10 +259,12 @@ class Cluster:
 
     def clear(self) -> None:
         """Cancel everything, bring both nodes back, wait until the queue is empty."""
-        if "slurmctld" not in self.daemons:
+        if not self.alive("munged"):
+            self.start_munge()
+        if not self.alive("slurmctld"):
             self.start_controller()
         for node in NODES:
-            if node not in self.daemons:
+            if not self.alive(node):
                 self.start_node(node)
         self.wait(
             lambda: subprocess.run(["scontrol", "ping"], env=self.env(), capture_output=True).returncode == 0,
@@ -265,7 +276,7 @@ class Cluster:
         self.wait(self.ready, "two idle nodes", 90)
 
     def __exit__(self, *_: object) -> None:
-        if "slurmctld" in self.daemons:
+        if self.alive("munged") and self.alive("slurmctld"):  # else scancel asks for a minute
             subprocess.run(["scancel", "--user", "root"], env=self.env(), timeout=60)
         for name in ("slurmctld", *NODES, "slurmdbd", "mariadbd", "munged"):
             daemon = self.daemons.pop(name, None)

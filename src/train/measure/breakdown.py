@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train import config
+from train.measure import memory
 from train.parallel.base import DataParallel
 
 GIB = 2**30
@@ -93,7 +94,8 @@ class Breakdown:
         found = by_kind(alive, trace, self._known)
         reserved = torch.cuda.max_memory_reserved(self._device)
         found["fragmentation"] = max(0, reserved - sum(found.values()))
-        self.kinds = {kind: found.get(kind, 0) / GIB for kind in KINDS}
+        held = memory.held_outside()
+        self.kinds = {kind: (found.get(kind, 0) + held.get(kind, 0)) / GIB for kind in KINDS}
         if self._keep is not None:
             with open(self._keep, "wb") as f:
                 pickle.dump(snapshot, f)

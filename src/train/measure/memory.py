@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 GIB = 2**30
-_outside = 0  # bytes: see `outside`
+_outside: dict[str, int] = {}  # kind → bytes: see `outside`
 
 
 def start_step(device: torch.device) -> None:
@@ -20,14 +20,18 @@ def peak(device: torch.device) -> float:
     if device.type == "cuda":
         # not max_memory_allocated: it sorts all of the allocator's counters by name for this one, and every step asks
         counters = torch.cuda.memory_stats_as_nested_dict(device)
-        return (float(counters["allocated_bytes"]["all"]["peak"]) + _outside) / GIB
+        return (float(counters["allocated_bytes"]["all"]["peak"]) + sum(_outside.values())) / GIB
     return host_peak()
 
 
-def outside(nbytes: int) -> None:
-    """So many bytes of the device are held from now on that torch's allocator doesn't count."""
-    global _outside
-    _outside += nbytes
+def outside(kind: str, nbytes: int) -> None:
+    """So many bytes of the device are held from now on, for `kind`, that torch's allocator doesn't count."""
+    _outside[kind] = _outside.get(kind, 0) + nbytes
+
+
+def held_outside() -> dict[str, int]:
+    """Kind → bytes of what `outside` was told of."""
+    return dict(_outside)
 
 
 def host_peak() -> float:

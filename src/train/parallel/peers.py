@@ -19,6 +19,7 @@ from train.measure import memory
 from train.parallel.dims import Dims
 
 KEY = "reduction.transport"
+WEIGHTS, COMMUNICATION = "weights", "communication"  # kinds of memory, as train.measure.breakdown has them
 FLAGS = 0  # of a wait: CU_STREAM_WAIT_VALUE_GEQ, cyclic, so that a count may pass 2**31; of a write: the default, with a fence
 
 
@@ -35,7 +36,7 @@ class Peers:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._driver = ctypes.CDLL("libcuda.so.1")
         try:
-            self._flags = self.empty(kinds * self.world, torch.int32)
+            self._flags = self.empty(kinds * self.world, torch.int32, COMMUNICATION)
         except RuntimeError as e:
             raise ConfigError(
                 KEY, "peer", f"no symmetric memory here ({str(e).splitlines()[0]}); set it to collective"
@@ -44,12 +45,13 @@ class Peers:
         self._said = [0] * kinds
         self.meet()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """A flat tensor of every rank, this one's own among them, in group order. Collective."""
+    def empty(self, numel: int, dtype: torch.dtype, kind: str) -> list[Tensor]:
+        """A flat tensor of every rank, this one's own among them, in group order; `kind` of memory, for the record.
+        Collective."""
         before = torch.cuda.memory_allocated(self._device)
         own = symmetric.empty(numel, dtype=dtype, device=self._device)
         counted = torch.cuda.memory_allocated(self._device) - before
-        memory.outside(own.nbytes - counted)
+        memory.outside(kind, own.nbytes - counted)
         handle = symmetric.rendezvous(own, self._group.group_name)
         seen: list[Tensor] = [handle.get_buffer(r, (numel,), dtype, 0) for r in range(self.world)]
         if seen[self.rank].data_ptr() != own.data_ptr():
