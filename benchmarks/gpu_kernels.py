@@ -8,6 +8,7 @@ Times are of a whole step: a kernel's median times the layers that run it. `byte
 """
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -23,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.beside import ROOT, words
 from train import config
-from train.kernels import input_grad, loss, norm, rope, swiglu
+from train.kernels import loss, norm, rope, swiglu
 from train.memory.optimizer import Optimizers
 from train.model import rope as plain_rope
 from train.model.loss import lm_loss
-from train.model.transformer import Transformer, gated, normed, project
+from train.model.transformer import Transformer, gated, normed
 from train.parallel import replicated
 
 BANDWIDTH = 3.9e12  # bytes/s
@@ -206,46 +207,38 @@ def slopes(function: Callable[..., Any], x: Tensor, weights: list[Tensor]) -> tu
 
 
 def of_norm(m: config.Model, tokens: int) -> Iterator[Pair]:
-    """Backward, with the residual's gradient."""
-    x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
-    plain, grads = slopes(lambda x: normed(x, module), x, [module.weight])
-    arguments = *grads, 2 * x.detach(), module.weight.detach(), m.norm_eps
-    yield Pair(
-        "norm backward", 4 * x.nbytes, 2 * m.layers, plain, lambda: norm.backward(*arguments),
-        lambda: difference(norm.backward(*arguments), plain()),
-    )  # fmt: skip
+    """Backward, with the residual's gradient, of the norms before the FFN and before attention: from 2 and 3 gradients. Each
+    of the compiled function's results is the norm's times a power of two, or they would be one result with one gradient."""
+    for readers in (2, 3):
+        x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
+        plain, (residual, *grads) = slopes(functools.partial(read, norm=module, readers=readers), x, [module.weight])
+        arguments = (
+            residual,
+            [g * 2**i for i, g in enumerate(grads)],
+            2 * x.detach(),
+            module.weight.detach(),
+            m.norm_eps,
+        )
+        ours = functools.partial(norm.backward, *arguments)
+        yield Pair(
+            f"norm backward, {readers} gradients", (3 + readers) * x.nbytes, m.layers, plain, ours,
+            functools.partial(beside, ours, plain),
+        )  # fmt: skip
 
 
-def of_input_grad(m: config.Model, tokens: int) -> Iterator[Pair]:
-    """Backward of linear maps to their input, alone and on through the norm before them; without the matrices' gradients.
-    Bytes beside the matmuls' alone, so predicted and TB/s mean little here."""
-    kv = m.kv_heads * m.head_dim
-    yield from of_maps("q, k, v", (m.heads * m.head_dim, kv, kv), m, tokens)
-    yield from of_maps("gate, up", (m.ffn, m.ffn), m, tokens)
+def read(x: Tensor, norm: nn.RMSNorm, readers: int) -> tuple[Tensor, ...]:
+    x, branch = normed(x, norm)
+    assert isinstance(branch, Tensor)
+    return x, *(branch * 2**i for i in range(readers))
 
 
-def of_maps(name: str, outs: tuple[int, ...], m: config.Model, tokens: int) -> Iterator[Pair]:
-    x, module = randn(tokens, m.dim), nn.RMSNorm(m.dim, m.norm_eps, device=GPU, dtype=torch.bfloat16)
-    linears = [nn.Linear(m.dim, n, False, GPU, torch.bfloat16).requires_grad_(False) for n in outs]
-    plain, _ = slopes(lambda x: project(x, *linears), x, [])
-    ours, _ = slopes(lambda x: input_grad.project(x, *linears), x, [])
-    adding = (2 * len(outs) - 1) * x.nbytes
-    yield Pair(f"{name} input_grad", adding, m.layers, plain, ours, lambda: difference(ours(), plain()))
-
-    def layer(one: Callable[..., Any], maps: Callable[..., Any], x: Tensor) -> tuple[Tensor, ...]:
-        x, branch = one(x, module)
-        return x, *maps(branch, *linears)
-
-    before, _ = slopes(lambda x: layer(normed, project, x), x, [module.weight])
-    after, _ = slopes(lambda x: layer(norm.normed, input_grad.project, x), x, [module.weight])
-    yield Pair(
-        f"{name} norm+input_grad", adding + 4 * x.nbytes, m.layers, before, after, lambda: difference(after(), before())
-    )  # fmt: skip
+def beside(ours: Timed, plain: Timed) -> float:
+    return difference(ours(), plain())
 
 
 CASES: dict[str, Callable[[config.Model, int], Iterator[Pair]]] = {
     "adamw": adamw, "loss": cross_entropy, "head": head, "swiglu": of_swiglu, "rope": of_rope,
-    "norm": of_norm, "input_grad": of_input_grad,
+    "norm": of_norm,
 }  # fmt: skip
 #: (block, warps) that --tune tries; rope has warps alone, norm elements a thread and warps an SM
 TUNE = {

@@ -11,7 +11,7 @@ from train import config
 from train.kernels import adamw, loss, norm, ordered
 from train.model import loss as plain_loss
 
-ALL = "adamw+loss+swiglu+rope+norm+input_grad"  # every kernel that goes with the others
+ALL = "adamw+loss+swiglu+rope+norm"  # every kernel that goes with the others
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 
@@ -72,15 +72,17 @@ def loss_case(n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list
     return [losses.sum() / n, inside, again, same], [value, slope, value, slope]
 
 
-def norm_case(rows: int, dim: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """[gradient in x, in weight] from a residual's and a norm's, by the kernel and by torch's autograd in fp64."""
-    residual, grad, x = (randn(2, rows, dim, seed=i, dtype=dtype, device=device) for i in range(3))
-    weight = (1 + 0.1 * randn(dim, seed=3, device=device)).to(dtype)
+def norm_case(rows: int, dim: int, dtype: torch.dtype, device: str, readers: int) -> tuple[list[Tensor], list[Tensor]]:
+    """[gradient in x, in weight] from a residual's and a norm's readers', by the kernel and by torch's autograd in fp64."""
+    residual, x, *grads = (randn(2, rows, dim, seed=i, dtype=dtype, device=device) for i in range(2 + readers))
+    weight = (1 + 0.1 * randn(dim, seed=9, device=device)).to(dtype)
     a, w = (t.double().requires_grad_() for t in (x, weight))
-    want = torch.autograd.grad((a * 1, F.rms_norm(a, (dim,), w, 1e-5)), (a, w), (residual.double(), grad.double()))
+    want = torch.autograd.grad(
+        (a * 1, F.rms_norm(a, (dim,), w, 1e-5)), (a, w), (residual.double(), torch.stack(grads).double().sum(0))
+    )
     # not contiguous, as a branch's gradient may be
-    askew = grad.transpose(0, 1).contiguous().transpose(0, 1)
-    return list(norm.backward(residual, askew, x, weight, 1e-5)), [t.to(dtype) for t in want]
+    grads[-1] = grads[-1].transpose(0, 1).contiguous().transpose(0, 1)
+    return list(norm.backward(residual, grads, x, weight, 1e-5)), [t.to(dtype) for t in want]
 
 
 def close(got: Sequence[Tensor], want: Sequence[Tensor], ulps: float = 4) -> None:

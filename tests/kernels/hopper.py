@@ -28,7 +28,7 @@ def compiled(kernel: Any, types: dict[str, str], warps: int, **constants: Any) -
     attributes = {(at[n],): ALIGNED for n, t in types.items() if t[0] == "*" or t.endswith("*")}
     source = ASTSource(kernel, {n: signature[n] for n in kernel.arg_names}, constexprs, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    return {"kernel": kernel.__name__, **resources(done.asm["cubin"])} | {
+    return {"kernel": kernel.__name__, "shared": done.metadata.shared, **resources(done.asm["cubin"])} | {
         "widths": sorted(set(re.findall(r"(?:ld|st)\.global\S*|cp\.async\.c\S*", done.asm["ptx"])))
     }
 
@@ -56,6 +56,7 @@ def all_kernels() -> list[dict[str, Any]]:
     backward = dict.fromkeys(("grad", "gate", "up", "d_gate", "d_up", "out"), BF16)
     strides = dict.fromkeys(("q_row", "q_at", "q_head", "k_row", "k_at", "k_head"), "i32*")
     tables = {"q": BF16, "k": BF16, "out_q": BF16, "out_k": BF16, "cos": F32, "sin": F32}
+    rows = "residual", "grad", "second", "third", "x", "weight", "out"
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}
     return [
         compiled(adamw.adamw_advance_kernel, {"step": F32, "factors": F32}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
@@ -67,10 +68,14 @@ def all_kernels() -> list[dict[str, Any]]:
         ),
         compiled(swiglu.swiglu_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
         compiled(swiglu.swiglu_backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
-        compiled(
-            norm.rms_norm_backward_kernel,
-            {**dict.fromkeys(("residual", "grad", "x", "weight", "out"), BF16), "partials": F32, "rows": "i32*"},
-            2048 // (32 * norm.BLOCK), EPS=1e-5, ROUNDS=63, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
+        *(
+            compiled(
+                norm.rms_norm_backward_kernel,
+                {**dict.fromkeys(rows, BF16), "partials": F32, "rows": "i32*"},
+                2048 // (32 * norm.BLOCK),
+                GRADS=n, EPS=1e-5, ROUNDS=63, DIM=2048, WIDE=tl.float32, BLOCK=2048, STAGES=3,
+            )
+            for n in (1, 2, 3)
         ),
         compiled(
             ordered.ordered_sum_kernel, {"received": BF16, "own": BF16, "out": F32, "numel": "i32*"}, ordered.WARPS,

@@ -68,8 +68,9 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype, inverse: bo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(4, 64), (1, 24), (3, 1000)])
-def test_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
-    given.close(*given.norm_case(rows, dim, dtype, "cpu"), ulps=2)  # the interpreter cuts bf16 off
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_norm(rows: int, dim: int, dtype: torch.dtype, readers: int) -> None:
+    given.close(*given.norm_case(rows, dim, dtype, "cpu", readers), ulps=2)  # the interpreter cuts bf16 off
 
 
 def plainly(function, *args):  # type: ignore[no-untyped-def]

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from train import config
-from train.kernels import adamw, input_grad, loss, norm, rope, swiglu
+from train.kernels import adamw, loss, norm, rope, swiglu
 from train.model import loss as plain_loss
 from train.model import rope as plain_rope
-from train.model.transformer import project as plain_project
 from train.parallel.adamw import AdamW, Piece
 
 
@@ -106,35 +104,28 @@ def test_rope_is_the_plain_rotation_and_turns_gradients_back() -> None:
         assert (a - b).abs().max() < 1e-14
 
 
-def test_norm_adds_the_gradients_of_both_its_results() -> None:
+def norms(readers: int, kernel: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """([x and weight], [x after the norm, its result for each reader]), by the kernel or by torch."""
     x, module = randn(2, 5, 8).requires_grad_(), torch.nn.RMSNorm(8, eps=1e-2, dtype=torch.float64)
     torch.nn.init.normal_(module.weight, 1.0, 0.1, torch.Generator().manual_seed(4))
-    grads = randn(2, 5, 8, seed=1), randn(5, 2, 8, seed=2).transpose(0, 1)
-    leaves = x, module.weight
-    out, want = norm.normed(x, module), (x * 1, module(x))
-    got, expected = (torch.autograd.grad(o, leaves, grads) for o in (out, want))
-    for a, b in zip((*out, *got), (*want, *expected), strict=True):
+    if not kernel:
+        return [x, module.weight], [x * 1, *(module(x),) * readers]
+    after, branch = norm.normed(x, module, readers)
+    return [x, module.weight], [after, *((branch,) if isinstance(branch, Tensor) else branch)]
+
+
+@pytest.mark.parametrize("used", [1, 2, 3])
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_norm_adds_the_gradients_of_all_its_results(readers: int, used: int) -> None:
+    grads = randn(2, 5, 8, seed=1), *(randn(5, 2, 8, seed=2 + i).transpose(0, 1) for i in range(min(used, readers)))
+    found = []
+    for kernel in (True, False):
+        leaves, outs = norms(readers, kernel)
+        assert len({out.data_ptr() for out in outs[1:]}) == 1, "aliases, no copies"
+        outs = outs[: len(grads)]  # of a reader without a gradient nothing is added
+        found.append([*outs, *torch.autograd.grad(outs, leaves, grads)])
+    for a, b in zip(*found, strict=True):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-13
-
-
-def test_input_grad_sums_what_linear_maps_return() -> None:
-    x = randn(2, 5, 6).requires_grad_()
-    linears = [torch.nn.Linear(6, n, bias=False, dtype=torch.float64) for n in (4, 2, 2)]
-    leaves = x, *(each.weight for each in linears)
-    out, want = input_grad.project(x, *linears), tuple(each(x) for each in linears)
-    assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
-    grads = [randn(5, 2, n, seed=n).transpose(0, 1) for n in (4, 2, 2)]
-    got, expected = (torch.autograd.grad(o, leaves, grads) for o in (out, want))
-    assert (got[0] - expected[0]).abs().max() < 1e-13
-    assert all(torch.equal(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
-
-
-@pytest.mark.parametrize("project", [plain_project, input_grad.project])
-def test_a_flop_counter_sees_the_same_matmuls(project: Callable[..., tuple[Tensor, ...]]) -> None:
-    x, linears = randn(2, 5, 6).requires_grad_(), [torch.nn.Linear(6, n, bias=False).double() for n in (4, 2, 2)]
-    with FlopCounterMode(display=False) as counter:
-        sum(each.sum() for each in project(x, *linears)).backward()
-    assert counter.get_total_flops() == 3 * 2 * 10 * 6 * (4 + 2 + 2)
 
 
 def test_operators_are_registered_as_torch_wants_them() -> None:
@@ -145,5 +136,6 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
     angle = randn(3, 2)
     q = randn(2, 3, 2, 4).requires_grad_()
     torch.library.opcheck(rope.rope, (q, q.detach().clone(), angle.cos(), angle.sin(), False))
-    torch.library.opcheck(norm.backward, (*(randn(2, 3, 4, seed=i) for i in range(3)), randn(4), 1e-5))
-    torch.library.opcheck(input_grad.input_grad, ([randn(3, 4), randn(3, 2)], [randn(4, 5), randn(2, 5)]))
+    for readers in (1, 3):
+        residual, x, *grads = (randn(2, 3, 4, seed=i) for i in range(2 + readers))
+        torch.library.opcheck(norm.backward, (residual, grads, x, randn(4), 1e-5))

@@ -48,10 +48,11 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
     [
         Case("fsdp", model="even", tp=2, kernels="adamw+swiglu+rope+norm"),
         Case("fsdp", model="even", cp=2, kernels=given.ALL, memory=(("recompute", "full"),)),
+        Case("ddp", model="even", cp=2, compiled=True, kernels="norm"),  # in pieces: see train.kernels.norm.normed
         Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.ALL),
         Case("zero2o", kernels=given.ALL, memory=(("recompute", "selective"), ("lm_head_chunk", 7))),
         Case("ddp", kernels=given.ALL, memory=(("activation_offload", True),)),
-        Case("ddp", model="even_moe", layers=1, kernels="norm+input_grad", memory=(("recompute", "full"),)),
+        Case("ddp", model="even_moe", layers=1, kernels="norm", memory=(("recompute", "full"),)),
     ],
     ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}",
 )

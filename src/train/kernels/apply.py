@@ -1,9 +1,11 @@
 """From compile.kernels to a model that runs them; the optimizer's is made in train.memory.optimizer."""
 
+import functools
+
 import torch
 
 from train import config
-from train.kernels import backend, input_grad, loss, norm, rope, swiglu
+from train.kernels import backend, loss, norm, rope, swiglu
 from train.model.transformer import Block, FeedForward, Transformer
 
 
@@ -15,6 +17,7 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
     used = backend.used(cfg, device)
     if "loss" in used:
         model.loss = loss.head(cfg.memory)
+    one, two, three = (functools.partial(norm.normed, readers=n) for n in (1, 2, 3))
     for block in model.layers:
         assert isinstance(block, Block)
         if "rope" in used:
@@ -22,11 +25,10 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
         if "carry" in used:
             block.carry = True
         if "norm" in used:
-            block.normed = norm.normed
-        if "input_grad" in used:
-            block.attention.project = input_grad.project
-            if isinstance(block.ffn, FeedForward):
-                block.ffn.project = input_grad.project
+            # one reader where tp gathers the norm's result, and where aliases could leave a graph (see `normed`)
+            apart = block.one_graph and int(cfg.parallelism.tp) == 1
+            block.attention_normed = three if apart else one
+            block.ffn_normed = two if apart and isinstance(block.ffn, FeedForward) else one
         if "swiglu" in used:
             assert isinstance(block.ffn, FeedForward)
             block.ffn.gated = swiglu.gated

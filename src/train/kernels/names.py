@@ -6,7 +6,7 @@ from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
-NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "input_grad", "carry")
+NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "carry")
 FUSED = ("adamw", "loss")  # the others only match what Inductor makes: docs/kernels.md
 
 
@@ -57,7 +57,7 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("adamw", memory.optimizer_offload != "none", "wants its state on the device: memory.optimizer_offload=none"),
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
-        *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "input_grad")),
+        *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm")),
         ("norm", cfg.model.norm_eps == 0, "needs model.norm_eps above 0"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
@@ -72,8 +72,6 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("swiglu_down", cfg.compile.name == "none", "needs compile=layer"),
         ("swiglu_down", cfg.precision.name == "fp8", "has w_down's matmul in it, which precision=fp8 makes in fp8"),
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
-        ("input_grad", tp > 1, f"is of matrices that ranks don't share, here tp={tp} do"),
-        ("input_grad", cfg.precision.name == "fp8", "sums bf16 matmuls, precision=fp8 makes them in fp8"),
     ):
         if name in names and refused:
             yield name, why

@@ -1,5 +1,7 @@
-"""RMSNorm before a branch, whose backward takes the residual stream's gradient with it: one pass over four tensors."""
+"""RMSNorm before a branch, whose backward takes the gradients of all that read it, and of the residual stream, as they are: one
+pass over each of them, where autograd would add them up before."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,25 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.kernels import backend
+from train.model.transformer import Aliased
 
 
-def normed(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """(x, norm(x)): x [..., dim]. Both are to be used, for backward adds up the gradients of both."""
-    return _Norm.apply(x, norm.weight, norm.eps)
+def normed(x: Tensor, norm: nn.RMSNorm, readers: int) -> tuple[Tensor, Aliased]:
+    """(x, norm(x)): x [..., dim]; for 2 or 3 readers of norm(x) an alias for each.
+
+    All are to be used, for backward adds up the gradients of all, and inside one graph: of aliases that leave a compiled
+    graph torch 2.11 loses the gradients.
+    """
+    x, *aliases = _Norm.apply(x, norm.weight, norm.eps, readers)
+    return x, aliases[0] if readers == 1 else tuple(aliases)
 
 
 @torch.library.custom_op("mfu_sweep::rms_norm_backward", mutates_args=())
-def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual: the gradient that comes by x itself, grad: of the norm's result, all [..., dim] → (x's gradient, weight's).
+def backward(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual: the gradient that comes by x itself, grads: 1 to 3 of the norm's result, summed in their order; all
+    [..., dim] → (x's gradient, weight's).
 
     Computed in fp32 (fp64 for fp64), rounded once. The norm's root is taken again: a row is there anyway.
     """
     if backend.triton_runs(x.device):
         from train.kernels.jit import norm
 
-        return norm.backward(residual, grad, x, weight, eps)
+        return norm.backward(residual, grads, x, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)
-    r, g, a, w = (t.to(wide) for t in (residual, grad, x, weight))
+    r, g, a, w = (t.to(wide) for t in (residual, grads[0], x, weight))
+    for more in grads[1:]:
+        g = g + more
     inverse = (a.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit = a * inverse
     gw = g * w
@@ -35,7 +46,7 @@ def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: flo
 
 
 @backward.register_fake
-def _(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     d_x, d_weight = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
     return d_x, d_weight
 
@@ -44,12 +55,16 @@ class _Norm(torch.autograd.Function):
     """Forward is torch's own, which Inductor fuses with what is around it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, readers: int) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return x.view_as(x), F.rms_norm(x, weight.shape, weight, eps)
+        out = F.rms_norm(x, weight.shape, weight, eps)
+        if readers == 1:
+            return x.view_as(x), out
+        return x.view_as(x), *(out.view_as(out) for _ in range(readers))  # all of a kind: a graph then saves one
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        d_x, d_weight = backward(*grads, *ctx.saved_tensors, ctx.eps)
-        return d_x, d_weight, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Of a result that nobody used torch brings zeros."""
+        d_x, d_weight = backward(grads[0], grads[1:], *ctx.saved_tensors, ctx.eps)
+        return d_x, d_weight, None, None

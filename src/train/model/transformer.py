@@ -21,17 +21,17 @@ from train.model.moe import MoE
 
 Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream [B, T, dim], or two tensors whose sum it is
 Across = Callable[[Tensor, Tensor, Tensor, str], Tensor]  # q, k, v [B, T, heads, d], path → [B, T, H, d]
+Aliased = Tensor | tuple[Tensor, ...]  # a tensor, or for each reader an alias of it, whose gradients then stay apart
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention: x [B, T, dim] → [B, T, dim]."""
+    """Causal grouped-query attention: x [B, T, dim] → [B, T, dim]; x may come as aliases, for wq, wk and wv one each."""
 
     def __init__(self, cfg: config.Model, path: str) -> None:
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
         self.across: Across | None = None  # attention over ranks: see train.parallel.context
         self.turn = rope.turn  # or train.kernels.rope's
-        self.project = project  # or train.kernels.input_grad's
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -39,8 +39,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        maps = self.project(x, self.wq, self.wk, self.wv)
+    def forward(self, x: Aliased, cos: Tensor, sin: Tensor) -> Tensor:
+        maps = project(x, self.wq, self.wk, self.wv)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in maps)  # [B, T, heads, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -53,28 +53,28 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202); x may come as aliases, for w_gate and w_up one each."""
 
     def __init__(self, cfg: config.Model) -> None:
         super().__init__()
         self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
-        self.project = project  # or train.kernels.input_grad's
         self.gated = gated  # or train.kernels.swiglu's
         self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # both in one: see train.kernels.swiglu
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x, self.w_gate, self.w_up)
+    def forward(self, x: Aliased) -> Tensor:
+        gate, up = project(x, self.w_gate, self.w_up)
         return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
 
 
-def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+def project(x: Aliased, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Linear maps of one input."""
-    return tuple(each(x) for each in linears)
+    inputs = (x,) * len(linears) if isinstance(x, Tensor) else x
+    return tuple(linear(each) for linear, each in zip(linears, inputs, strict=True))
 
 
-def normed(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
+def normed(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Aliased]:
     """What goes on in the residual stream, and what a branch gets."""
     return x, norm(x)
 
@@ -97,11 +97,16 @@ class Block(nn.Module):
         self.carry = False  # leave the last sum to the next layer's graph, which has a norm to fuse it with
         self.recompute: Callable[..., Any] | None = None  # see train.memory.recompute
         self.in_pieces: Callable[..., Any] | None = None  # compiled, where it can't be one graph
-        self.normed = normed  # or train.kernels.norm's
+        self.attention_normed = self.ffn_normed = normed  # or train.kernels.norm's
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.attention = Attention(cfg, path)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn = MoE(cfg) if cfg.experts else FeedForward(cfg)
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether it can be compiled whole: neither attention nor experts exchange anything with other ranks."""
+        return self.attention.across is None and getattr(self.ffn, "exchange", None) is None
 
     def forward(self, x: Stream, cos: Tensor, sin: Tensor) -> Stream:
         layer = self._layer if self.in_pieces is None else self.in_pieces
@@ -113,9 +118,9 @@ class Block(nn.Module):
 
     def _layer(self, stream: Stream, cos: Tensor, sin: Tensor) -> Any:
         """The layer's output; with experts a tuple of it and of the tokens that chose each expert."""
-        x, branch = self.normed(whole(stream), self.attention_norm)
+        x, branch = self.attention_normed(whole(stream), self.attention_norm)
         x = x + self.attention(branch, cos, sin)
-        x, branch = self.normed(x, self.ffn_norm)
+        x, branch = self.ffn_normed(x, self.ffn_norm)
         out = self.ffn(branch)
         if self.carry:
             return x, out
@@ -165,7 +170,7 @@ class Transformer(nn.Module):
         """
         for block in self.layers:
             assert isinstance(block, Block)
-            if block.attention.across is None and getattr(block.ffn, "exchange", None) is None:
+            if block.one_graph:
                 block.compile(fullgraph=True)
             else:
                 block.in_pieces = torch.compile(block._layer)

@@ -1,4 +1,6 @@
-"""RMSNorm's backward with the residual stream's gradient added, in one pass."""
+"""RMSNorm's backward from the gradients of several readers, with the residual stream's added, in one pass."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,12 +14,13 @@ INTERPRETED = 3  # programs where there are no SMs
 
 @triton.jit
 def rms_norm_backward_kernel(
-    residual, grad, x, weight, out, partials, rows,
-    EPS: tl.constexpr, ROUNDS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    residual, grad, second, third, x, weight, out, partials, rows,
+    GRADS: tl.constexpr, EPS: tl.constexpr, ROUNDS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every `num_programs`-th row: out = residual + the norm's gradient in x; and this program's row of `partials`, the sum
-    over its rows of the gradient in weight. STAGES=3: rows are on their way into shared memory while one is worked on."""
+    over its rows of the gradient in weight. Of the result's gradients there are GRADS, 1 to 3. STAGES=3: rows are on their way
+    into shared memory while one is worked on."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < DIM
@@ -29,6 +32,10 @@ def rms_norm_backward_kernel(
         at = row * DIM + columns
         a = tl.load(x + at, mask=here, other=0).to(WIDE)
         g = tl.load(grad + at, mask=here, other=0).to(WIDE)
+        if GRADS > 1:
+            g += tl.load(second + at, mask=here, other=0).to(WIDE)
+        if GRADS > 2:
+            g += tl.load(third + at, mask=here, other=0).to(WIDE)
         r = tl.load(residual + at, mask=here, other=0).to(WIDE)
         gw = g * w
         inverse = 1 / tl.sqrt(tl.sum(a * a, 0) / DIM + EPS)
@@ -38,9 +45,11 @@ def rms_norm_backward_kernel(
     tl.store(partials + program.to(tl.int64) * DIM + columns, slope, mask=mask)
 
 
-def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual, grad and x [..., dim], weight [dim] → (the gradient in x, contiguous; in weight)."""
-    residual, grad, x, weight = residual.contiguous(), grad.contiguous(), x.contiguous(), weight.contiguous()
+def backward(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual, 1 to 3 grads and x [..., dim], weight [dim] → (the gradient in x, contiguous; in weight)."""
+    residual, x, weight, *lying = (t.contiguous() for t in (residual, x, weight, *grads))
+    assert 1 <= len(lying) <= 3, len(lying)
+    grad, second, third = [*lying, *lying[:1] * 2][:3]  # the kernel reads those alone that there are
     dim = weight.numel()
     rows = x.numel() // dim
     block = triton.next_power_of_2(dim)
@@ -50,10 +59,10 @@ def backward(residual: Tensor, grad: Tensor, x: Tensor, weight: Tensor, eps: flo
     out = torch.empty_like(x)
     partials = torch.empty(programs, dim, dtype=wide, device=x.device)
     rms_norm_backward_kernel[(programs,)](
-        residual, grad, x, weight, out, partials, rows,
-        EPS=eps, ROUNDS=triton.cdiv(rows, programs), DIM=dim, BLOCK=block,
+        residual, grad, second, third, x, weight, out, partials, rows,
+        GRADS=len(lying), EPS=eps, ROUNDS=triton.cdiv(rows, programs), DIM=dim, BLOCK=block,
         WIDE=tl.float64 if wide == torch.float64 else tl.float32,
-        STAGES=3 if 2 * 3 * block * x.element_size() <= SHARED else 1, num_warps=warps,
+        STAGES=3 if 2 * (2 + len(lying)) * block * x.element_size() <= SHARED else 1, num_warps=warps,
     )  # fmt: skip
     return out, partials.sum(0).to(weight.dtype)
 
