@@ -17,7 +17,7 @@ from train.sweep import validate
 
 def test_names() -> None:
     assert names.chosen("inductor") == ()
-    assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss")
+    assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss", "norm", "carry")
     assert names.chosen("loss+adamw") == ("loss", "adamw")
 
 
@@ -34,7 +34,11 @@ def test_values_that_are_none(value: str) -> None:
 @pytest.mark.parametrize(
     ("kernels", "keys", "line"),
     [
-        ("fused", {"optim.name": "sign_sgd"}, "adamw is optim=adamw's update; without it: loss"),
+        (
+            "fused",
+            {"compile.name": "layer", "optim.name": "sign_sgd"},
+            "adamw is optim=adamw's update; without it: loss+norm+carry",
+        ),
         ("adamw", {"memory.optimizer_offload": "optimizer"}, "adamw wants its state on the device"),
         (
             "loss",
@@ -95,11 +99,13 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
 @pytest.mark.parametrize(
     ("keys", "left"),
     [
-        ({}, ("adamw", "loss")),
-        ({"optim.name": "sign_sgd"}, ("loss",)),
-        ({"memory.optimizer_offload": "full"}, ("loss",)),
-        ({"parallelism.tp": 2}, ("adamw",)),
-        ({"parallelism.tp": 2, "optim.name": "sign_sgd"}, ()),
+        ({}, ("adamw", "loss", "norm")),
+        ({"compile.name": "layer"}, ("adamw", "loss", "norm", "carry")),
+        ({"compile.name": "layer", "memory.recompute": "full"}, ("adamw", "loss", "norm")),
+        ({"optim.name": "sign_sgd"}, ("loss", "norm")),
+        ({"memory.optimizer_offload": "full"}, ("loss", "norm")),
+        ({"parallelism.tp": 2}, ("adamw", "norm")),
+        ({"parallelism.tp": 2, "optim.name": "sign_sgd", "model.norm_eps": 0.0}, ()),
     ],
 )
 def test_auto_takes_what_fits_and_refuses_nothing(keys: dict[str, object], left: tuple[str, ...]) -> None:
