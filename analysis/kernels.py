@@ -30,7 +30,7 @@ FAMILIES = {
     "loss": r"softmax|nll_loss|cross_entropy",
     "norm": r"rms|layer_norm|rsqrt",
     "copy": r"memcpy|memset|copy|aten::(fill_|zero_|zeros|cat|contiguous|clone)\b|CatArray|FillFunctor",
-    "elementwise": r"triton|elementwise|reduce_kernel|aten::|silu|swiglu|rope_kernel|embedding|index",
+    "elementwise": r"triton|elementwise|reduce_kernel|aten::|silu|swiglu|rope_kernel|ordered_sum|embedding|index",
 }
 _PATTERNS = {family: re.compile(pattern, re.IGNORECASE) for family, pattern in FAMILIES.items()}
 _RANK = {

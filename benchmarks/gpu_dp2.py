@@ -47,7 +47,7 @@ def rows(name: str) -> list[dict[str, Any]]:
         cfg = yaml.safe_load((status.parent / "config.yaml").read_text())
         row: dict[str, Any] = {
             "sweep": name, "reduction": cfg["reduction"]["name"], "bucket_mib": cfg["reduction"]["bucket_mib"],
-            "transport": cfg["reduction"]["transport"],
+            "transport": cfg["reduction"]["transport"] or "collective",
             "micro_batch": cfg["micro_batch"], "recompute": cfg["memory"]["recompute"], "nccl": cfg["nccl"]["name"],
             "nproc": cfg["nproc"], "point": status.parent.name, "status": s["status"], "reason": s["reason"],
         }  # fmt: skip
@@ -57,7 +57,7 @@ def rows(name: str) -> list[dict[str, Any]]:
             else []
         )
         if lines:
-            steady = sorted(x["time/step"] for x in lines[STEADY:])
+            steady = sorted(x["time/step"] for x in lines[STEADY:] or lines[-1:])
             step = steady[len(steady) // 2]
             summary = s["summary"]
             tokens = summary["tokens_per_step"] / step
@@ -116,7 +116,7 @@ def claims(results: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[st
             continue
         if r["reduction"] != "zero2o" or r["recompute"] != "none" or r["nccl"] != "default":
             continue
-        run = f"zero2o, {r['transport']}, buckets of {r['bucket_mib']:g} MiB, micro_batch {r['micro_batch']}"
+        run = f"{r['sweep']}: zero2o, {r['transport']}, buckets of {r['bucket_mib']:g} MiB, micro_batch {r['micro_batch']}"
         if r["exposed_s"] is not None:
             out.append(f"{run}: exposed communication {100 * r['exposed_s'] / r['step_s']:.2f} % of the step")
         if r["micro_batch"] == 12 and len(singles) == 2:

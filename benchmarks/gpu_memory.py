@@ -33,6 +33,7 @@ from benchmarks.beside import ROOT, begin, run_peer, words
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
+SECONDS = 240  # of one point: a lever that hangs costs the others no more
 WARM = 4  # steps that are left out: compile, allocator, the step whose allocations are recorded
 
 
@@ -161,14 +162,22 @@ def run(part: Part, levers: set[str], out: Path, end: float) -> list[Row]:
     choice = [f"memory={','.join(filter(None, chosen))}"] if any(chosen) else []
     command = [sys.executable, "-m", "train", "-m", f"out={out}", f"name={name}", "nproc=1", *part.overrides, *choice]
     print("$", " ".join(["python", *command[1:]]), flush=True)
-    with subprocess.Popen(command, cwd=ROOT) as sweep:
+    with subprocess.Popen([*command, f"timeout={SECONDS}"], cwd=ROOT) as sweep:
         try:
-            sweep.wait(left)
+            code = sweep.wait(left)
         except subprocess.TimeoutExpired:
             sweep.terminate()  # it ends its ranks, and writes what became of its points
+            try:
+                code = sweep.wait(60)
+            except subprocess.TimeoutExpired:
+                sweep.kill()
+                code = sweep.wait()
     for folder in sorted(f.parent for f in (out / name).glob("*/status.json")):
         lever = yaml.safe_load((folder / "config.yaml").read_text())["memory"]["name"]
         fill(rows[lever if lever in rows else chosen[0]], folder)
+    for row in rows.values():
+        if code and row.status == "not run":
+            row.status = f"exit code {code}"
     return list(rows.values())
 
 

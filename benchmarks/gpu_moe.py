@@ -37,12 +37,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         router, forced = (Part(f"moe, {name}", [*MOE, *keys], ["none"]) for name, keys in CASES.items())
-        rows = run(router, {"none"}, out, end)
+        rows: list[Row] = []
+
+        def keep(more: list[Row]) -> None:
+            rows.extend(more)
+            if args.json:
+                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+        keep(run(router, {"none"}, out, end))
         if not args.no_peer:
-            rows.append(torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end))
-        rows += run(forced, {"none"}, out, end)
-        if args.json:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            keep([torchtitan(Row("torchtitan", "none", "not run"), ["moe_3b", "2048", "8", "none", "1"], end)])
+        keep(run(forced, {"none"}, out, end))
         if any(out.glob("moe*/*/traces/*")):
             print(kernels.render(sorted(out.glob("moe*")), 0, "markdown"))
     for row in rows:

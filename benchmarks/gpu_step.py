@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_step --out docs/results/step --settings mb16,mb8 --repeats 3 --budget 560 --peers /tmp/peers
 
 Ours and torchtitan's runs alternate: in each round one sweep of ours for the settings that differ in micro_batch, then the peer
-on the same work. A setting's figure is the median over the rounds; the last one of ours is profiled, for the time by kernel
+on the same work. A setting's figure is the median over the rounds; the first one of ours is profiled, for the time by kernel
 family. What an earlier call wrote to OUT.json stays, each row with its date, so that a table can be made over several calls;
 ratios are within a call. Variants of ours, in turn with each other, by --ours compile.kernels=inductor --ours "".
 """
@@ -80,31 +80,37 @@ def families(row: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(settings: list[str], args: argparse.Namespace, end: float) -> Iterator[list[dict[str, Any]]]:
-    """After each round, the table's rows so far: one for each setting and variant of ours."""
+    """After each sweep of ours and the peer's runs beside it, the table's rows of its settings so far: one for each variant of
+    ours. Nothing starts after `end`."""
     mine: dict[tuple[str, str], list[dict[str, Any]]] = {(k, more): [] for k in settings for more in args.ours}
-    theirs: dict[tuple[str, ...], list[dict[str, Any]]] = {tuple(SETTINGS[k].peer()): [] for k in settings}
+    theirs: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     ceilings: dict[str, dict[str, Any]] = {}
     for repeat in range(args.repeats):
-        if repeat and time.monotonic() > end:
-            break
-        profile = ["profile=true"] if repeat == args.repeats - 1 else []
+        tried: set[tuple[str, ...]] = set()  # in this round: settings may share the peer's work
         for at, together in enumerate(sweeps(settings)):
+            if time.monotonic() > end:
+                print(f"budget used: round {repeat + 1} of {', '.join(together)} left out", flush=True)
+                continue
+            profile = [] if repeat else ["profile=true"]  # of two late steps, which the median doesn't see
             for index, more in enumerate(args.ours):
-                name = f"step_{at}_{index}_{repeat}"
-                done = ours(name, together, f"steps={args.steps}", *profile, *more.split())
+                done = ours(f"step_{at}_{index}_{repeat}", together, f"steps={args.steps}", *profile, *more.split())
                 for key, row in done.items():
                     mine[key, more].append(row)
-            peers = dict.fromkeys(tuple(SETTINGS[key].peer()) for key in together) if args.peers else {}
-            for arguments in peers:
-                if not theirs[arguments][repeat:]:  # the same work in two settings
-                    theirs[arguments] += [r for r in [run_peer(list(arguments), 300, args.peers)[0]] if r]
-        for key in set(args.ceilings) & set(settings) - set(ceilings):
-            shape = [str(SETTINGS[key].seq_len), str(SETTINGS[key].micro_batch)]
-            ceilings[key] = run_peer(["roofline.py", "dense_1b", *shape], 300, args.peers)[0]
-        yield [
-            described(key, more, runs, theirs[tuple(SETTINGS[key].peer())], ceilings.get(key, {}))
-            for (key, more), runs in mine.items()
-        ]
+            peers = [tuple(SETTINGS[key].peer()) for key in together] if args.peers else []
+            for arguments in dict.fromkeys(a for a in peers if a not in tried):
+                tried.add(arguments)
+                found = run_peer(list(arguments), 300, args.peers)[0]
+                theirs.setdefault(arguments, []).extend([found] if found else [])
+            for key in set(args.ceilings) & set(together) - set(ceilings):
+                shape = [str(SETTINGS[key].seq_len), str(SETTINGS[key].micro_batch)]
+                ceilings[key] = run_peer(["roofline.py", "dense_1b", *shape], 300, args.peers)[0]
+            yield [
+                described(
+                    key, more, mine[key, more], theirs.get(tuple(SETTINGS[key].peer()), []), ceilings.get(key, {})
+                )
+                for key in together
+                for more in args.ours
+            ]
 
 
 def described(
@@ -118,7 +124,7 @@ def described(
         "steps_ms": [1e3 * r["step_s"] for r in mine], "tokens_per_s": [r["tokens_per_s"] for r in mine],
         "peak_gib": [r["rank_step_peak_mem_gib"][0] for r in mine], "mfu_causal": [r["mfu_causal"] for r in mine],
         "first_step_s": [r["first_step_s"] for r in mine], "torchtitan": theirs, "ceiling": ceiling,
-        "families_ms": families(mine[-1]) if mine else {},
+        "families_ms": families(mine[0]) if mine else {},
     }  # fmt: skip
 
 
@@ -140,7 +146,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [
             r["setting"], r["date"], f"{statistics.median(r['steps_ms']):.1f} ({low:.1f} to {high:.1f})", f"{rate:,.0f}",
             f"{statistics.median(r['mfu_causal']):.1f}{' of fp8' * eight}", f"{max(r['peak_gib']):.1f}",
-            f"{max(r['first_step_s']):.0f}",
+            f"{max(r.get('first_step_s') or [0]):.0f}",
             f"{peer:,.0f}" if peer else "", f"{memory:.1f}" if memory else "", f"{rate / peer:.3f}" if peer else "",
             f"{100 * rate / ceiling:.1f}" if ceiling else "",
         ]  # fmt: skip
@@ -160,7 +166,7 @@ def main() -> None:
     p.add_argument("--settings", default=",".join(SETTINGS), help="(default: %(default)s)")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--steps", type=int, default=25)
-    p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further round starts")
+    p.add_argument("--budget", type=float, default=560.0, help="seconds after which no further sweep starts")
     p.add_argument(
         "--ceilings", default="mb16,seq8192", help="settings whose ceiling is measured (default: %(default)s)"
     )
@@ -176,8 +182,10 @@ def main() -> None:
     kept = {r["setting"]: r for r in json.loads(file.read_text())} if file.exists() else {}
     file.parent.mkdir(parents=True, exist_ok=True)
     for found in measure(settings, args, began + args.budget):
-        kept |= {r["setting"]: r for r in found}
-        file.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+        kept |= {r["setting"]: r for r in found if r["tokens_per_s"] or r["setting"] not in kept}
+        half = file.with_suffix(".part")
+        half.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+        half.replace(file)
     shown = [r for k in SETTINGS for r in kept.values() if r["setting"].split()[0] == k]
     print(table(shown), f"\n{time.monotonic() - began:.0f} s", flush=True)
 

@@ -28,6 +28,7 @@ def event(name: str, start: float, duration: float, cat: str = "kernel", tid: in
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_red_fused__fused_rms_norm__to_copy_mul_0", "norm"),
         ("triton_poi_fused_mul_silu_1", "elementwise"),
+        ("ordered_sum_kernel", "elementwise"),
         ("triton_red_fused__log_softmax_nll_loss_forward_2", "loss"),
         ("Memcpy DtoD (Device -> Device)", "copy"),
         ("void at::native::vectorized_elementwise_kernel<4>", "elementwise"),

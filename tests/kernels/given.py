@@ -109,8 +109,9 @@ def ordered_case(
     total = received[0].to(WIDE[dtype], copy=True) if into is None else into + received[0].to(WIDE[dtype])
     for copy in received[1:]:
         total = total + copy.to(WIDE[dtype])
-    own = received[rank].clone()
+    own = (rank, received[rank].clone())
+    whole = ordered.add_up(received, None if into is None else into.clone(), WIDE[dtype])
     received[rank] = torch.nan
-    found = ordered.add_up(received, rank, own, into, WIDE[dtype])
+    found = ordered.add_up(received, into, WIDE[dtype], own)
     assert into is None or found is into
-    return [found], [total]
+    return [found, whole], [total, total]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels import given
 from train import config
 from train.kernels import adamw, loss, norm, rope, swiglu
 from train.model import loss as plain_loss
@@ -139,3 +140,9 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
     for readers in (1, 3):
         residual, x, *grads = (randn(2, 3, 4, seed=i) for i in range(2 + readers))
         torch.library.opcheck(norm.backward, (residual, grads, x, randn(4), 1e-5))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("ranks", "rank", "n"), [(1, 0, 128), (2, 1, 5000), (3, 0, 4096)])
+def test_ordered_sum(ranks: int, rank: int, n: int, add: bool) -> None:
+    given.same_bits(*given.ordered_case(ranks, rank, n, torch.bfloat16, add, "cpu"))

@@ -12,7 +12,8 @@ from train.model.transformer import Block, FeedForward, Transformer
 def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[str, str]:
     """After the levers, which choose the head that `loss` stands for, and before `compile_layers`.
 
-    For the record: kernel → triton, or plain for its torch form, which runs where Triton can't.
+    For the record: kernel → triton, or plain for its torch form, which runs where Triton can't; carry, which only cuts the
+    layers' graphs elsewhere → graph.
     """
     used = backend.used(cfg, device)
     if "loss" in used:
@@ -35,4 +36,5 @@ def apply(model: Transformer, cfg: config.Train, device: torch.device) -> dict[s
         if "swiglu_down" in used:
             assert isinstance(block.ffn, FeedForward)
             block.ffn.down = swiglu.down
-    return dict.fromkeys(used, "triton" if backend.triton_runs(device) else "plain")
+    runs = "triton" if backend.triton_runs(device) else "plain"
+    return {name: "graph" if name == "carry" else runs for name in used}

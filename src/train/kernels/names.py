@@ -20,8 +20,12 @@ def chosen(value: str) -> tuple[str, ...]:
 
 def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
-    refused = {name for name, _ in _refusals(cfg, degrees)}
-    return tuple(name for name in chosen(cfg.compile.kernels) if name not in refused)
+    left_out = {name for name, _ in _refusals(cfg, degrees)}
+    if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
+        left_out.add(
+            "norm"
+        )  # what it saves is measured against Inductor's; the host, which eager layers wait for, has more to do
+    return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 
 
 def values(cfg: Train) -> None:
@@ -62,7 +66,12 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
         ("carry", cfg.model.experts > 0, "is of a dense layer, here are experts"),
-        ("carry", memory.recompute != "none", "hands on two tensors, and memory.recompute would keep both"),
+        (
+            "carry",
+            memory.recompute in ("full", "selective"),
+            "hands on two tensors, and memory.recompute would keep both",
+        ),
+        ("carry", memory.recompute == "budget", "was not tried with memory.recompute=budget"),
         ("carry", memory.activation_offload, "hands on two tensors, memory.activation_offload follows one"),
         *(("carry", degrees[d] > 1, f"was not tried with {d} above 1, here {d}={degrees[d]}") for d in ("pp", "cp")),
         ("carry", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),

@@ -95,6 +95,7 @@ class Breakdown:
         reserved = torch.cuda.max_memory_reserved(self._device)
         found["fragmentation"] = max(0, reserved - sum(found.values()))
         held = memory.held_outside()
+        assert set(held) <= set(KINDS), held
         self.kinds = {kind: (found.get(kind, 0) + held.get(kind, 0)) / GIB for kind in KINDS}
         if self._keep is not None:
             with open(self._keep, "wb") as f:

@@ -117,11 +117,10 @@ class Zero2(DataParallel):
             self._queue.append((bucket, work, received))
 
     def _sum(self, bucket: Bucket, received: Tensor, own: Tensor | None = None) -> None:
-        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype; the own one may be
-        in `own`."""
-        rank = 0 if len(received) == 1 else bucket.rank
-        own = received[rank] if own is None else own
-        bucket.grad = ordered.add_up(received, rank, own, bucket.grad, bucket.master.dtype)
+        """Add the ranks' copies of the own slice, [ranks, shard], in rank order in the master's dtype; `own`, if that row is
+        elsewhere."""
+        elsewhere = None if own is None else (bucket.rank, own)
+        bucket.grad = ordered.add_up(received, bucket.grad, bucket.master.dtype, elsewhere)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor) -> Tensor:
