@@ -23,6 +23,34 @@ def words(parser: argparse.ArgumentParser, option: str, text: str, valid: Iterab
     return found
 
 
+def earlier(
+    parser: argparse.ArgumentParser, option: str, file: Path | None, keys: Iterable[str]
+) -> list[dict[str, Any]]:
+    """What an earlier call wrote to `file`, [] for none: a JSON list of objects that have `keys`. Exit code 2 for a folder that
+    isn't there and for a file that isn't this command's."""
+    if file is None:
+        return []
+    if not file.absolute().parent.is_dir():
+        parser.error(f"{option} {file}: no such folder")
+    if not file.exists():
+        return []
+    wanted = set(keys)
+    try:
+        found: list[dict[str, Any]] = json.loads(file.read_text())
+        mine = isinstance(found, list) and all(wanted <= set(row) for row in found)
+    except (OSError, ValueError, TypeError):
+        mine = False
+    if not mine:
+        parser.error(f"{option} {file}: is there already, and not by this command")
+    return found
+
+
+def peers(parser: argparse.ArgumentParser, folder: str) -> None:
+    """Exit code 2 unless --peers is a folder, or empty."""
+    if folder and not Path(folder).is_dir():
+        parser.error(f"--peers {folder}: no such folder")
+
+
 def begin(parser: argparse.ArgumentParser, gpu: bool = True) -> int:
     """At the start of a benchmark, before it writes anything: how many CUDA GPUs there are; exit code 2 for none, if `gpu`.
     From then on SIGTERM ends what this process has started, and then it."""

@@ -11,6 +11,7 @@ Every part is the command that a user would type. NVLink multicast stays as the 
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.beside import ROOT, begin, run_peer, words
+from benchmarks.beside import ROOT, begin, peers, run_peer, words
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
 SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "dp2_single0", "dp2_single1")
@@ -151,6 +152,14 @@ def main() -> None:
     p.add_argument("--parts", default=PARTS, help="which parts to run; others are read if there (default: %(default)s)")
     args = p.parse_args()
     parts = words(p, "--parts", args.parts, PARTS.split(","))
+    words(p, "--transports", args.transports, ("collective", "peer"))
+    if not all(re.fullmatch(r"\d+(\.\d+)?", size) and float(size) for size in args.buckets.split(",")):
+        p.error(f"--buckets {args.buckets}: MiB above 0, joined by commas")
+    if args.steps < 1:
+        p.error(f"--steps {args.steps}: at least 1")
+    peers(p, args.peers)
+    if not args.out.absolute().parent.is_dir() and args.out.parent != ROOT / "outputs":
+        p.error(f"--out {args.out}: no such folder")
     begin(p)
     began = time.monotonic()
     steps = f"steps={args.steps}"

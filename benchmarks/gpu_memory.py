@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ import yaml
 
 from analysis.plots.bars import stack
 from analysis.plots.style import context, figure, finish, legend
-from benchmarks.beside import ROOT, begin, run_peer, words
+from benchmarks.beside import ROOT, begin, earlier, run_peer, words
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
@@ -88,20 +88,20 @@ def main() -> int:
     wanted = set(words(parser, "--only", args.only, known))
     every = {lever for part in PARTS for lever in part.levers}  # "": what a recipe sets
     levers = set(words(parser, "--levers", args.levers, sorted(every - {""}))) if args.levers else every
+    if len(wanted) > 1 and "nothing" in wanted:
+        parser.error(f"--only {args.only}: nothing stands alone")
+    if args.picture is not None and (args.picture.is_dir() or not args.picture.absolute().parent.is_dir()):
+        parser.error(f"--picture {args.picture}: no such folder, or a folder")
+    found = earlier(parser, "--json", args.json, (f.name for f in fields(Row)))
+    before = [Row(**row) for row in found]
     begin(parser, gpu=wanted != {"nothing"})
-    if lacking := [f for f in (args.json, args.picture) if f is not None and not f.absolute().parent.is_dir()]:
-        parser.error(f"{lacking[0]}: no such folder")
     end = time.monotonic() + args.seconds
     rows: list[Row] = []
-    try:
-        earlier = [Row(**row) for row in json.loads(args.json.read_text())] if args.json and args.json.exists() else []
-    except (ValueError, TypeError):
-        parser.error(f"--json {args.json}: is there already, and not by this command")
 
     def keep(more: list[Row]) -> None:
         rows.extend(more)
         if args.json is not None:
-            args.json.write_text(json.dumps([asdict(row) for row in merged(earlier, rows)], indent=1) + "\n")
+            args.json.write_text(json.dumps([asdict(row) for row in merged(before, rows)], indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
@@ -114,16 +114,16 @@ def main() -> int:
         keep(beside_dense(end))
     compare(rows)
     keep([])  # with the ratios
-    rows = merged(earlier, rows)
+    rows = merged(before, rows)
     show(rows)
     if args.picture is not None and any(row.peak_gib for row in rows):
         args.picture.write_bytes(picture(rows))
     return 0 if any(row.status == "ok" for row in rows) else 1
 
 
-def merged(earlier: list[Row], rows: list[Row]) -> list[Row]:
+def merged(before: list[Row], rows: list[Row]) -> list[Row]:
     """All rows in the order of PARTS and their levers, the peer's last; a row that did not run takes no other's place."""
-    found = {(row.part, row.lever): row for row in earlier}
+    found = {(row.part, row.lever): row for row in before}
     found |= {(row.part, row.lever): row for row in rows if row.status == "ok" or (row.part, row.lever) not in found}
     order = [(part.name, lever or "recipe=memory_tight") for part in PARTS for lever in part.levers]
     return sorted(

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from analysis import kernels
-from benchmarks.beside import begin
+from benchmarks.beside import begin, earlier
 from benchmarks.gpu_memory import Part, Row, run, torchtitan
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-peer", action="store_true")
     args = parser.parse_args()
+    earlier(parser, "--json", args.json, ("part", "lever"))
     begin(parser)
     end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as scratch:

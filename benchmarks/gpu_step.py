@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis import kernels
-from benchmarks.beside import ROOT, begin, run_peer, words
-from benchmarks.gpu_dp2 import rows, train
+from benchmarks.beside import ROOT, begin, earlier, peers, run_peer, words
+from benchmarks.gpu_dp2 import STEADY, rows, train
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def measure(settings: list[str], args: argparse.Namespace, end: float) -> Iterat
                 done = ours(f"step_{at}_{index}_{repeat}", together, f"steps={args.steps}", *profile, *more.split())
                 for key, row in done.items():
                     mine[key, more].append(row)
-            peers = [tuple(SETTINGS[key].peer()) for key in together] if args.peers else []
-            for arguments in dict.fromkeys(a for a in peers if a not in tried):
+            works = [tuple(SETTINGS[key].peer()) for key in together] if args.peers else []
+            for arguments in dict.fromkeys(a for a in works if a not in tried):
                 tried.add(arguments)
                 found = run_peer(list(arguments), 300, args.peers)[0]
                 theirs.setdefault(arguments, []).extend([found] if found else [])
@@ -159,7 +159,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "step")
@@ -176,19 +176,24 @@ def main() -> None:
     args.ours = args.ours or [""]
     settings = words(p, "--settings", args.settings, SETTINGS)
     args.ceilings = words(p, "--ceilings", args.ceilings, SETTINGS)
+    if args.repeats < 1 or args.steps <= STEADY:
+        p.error(f"--repeats {args.repeats} --steps {args.steps}: at least 1, and {STEADY + 1}")
+    peers(p, args.peers)
+    file = args.out.with_suffix(".json")
+    kept = {r["setting"]: r for r in earlier(p, "--out", file, ("setting", "steps_ms", "tokens_per_s"))}
     begin(p)
     began = time.monotonic()
-    file = args.out.with_suffix(".json")
-    kept = {r["setting"]: r for r in json.loads(file.read_text())} if file.exists() else {}
-    file.parent.mkdir(parents=True, exist_ok=True)
+    failed = False
     for found in measure(settings, args, began + args.budget):
+        failed |= not all(r["tokens_per_s"] for r in found)
         kept |= {r["setting"]: r for r in found if r["tokens_per_s"] or r["setting"] not in kept}
         half = file.with_suffix(".part")
         half.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
         half.replace(file)
     shown = [r for k in SETTINGS for r in kept.values() if r["setting"].split()[0] == k]
     print(table(shown), f"\n{time.monotonic() - began:.0f} s", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

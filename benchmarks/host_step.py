@@ -93,6 +93,10 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
+    if args.repeats < 1 or args.steps <= SKIPPED:
+        p.error(f"--repeats {args.repeats} --steps {args.steps}: at least 1, and {SKIPPED + 1}")
+    if args.before and not (args.before / "src" / "train").is_dir():
+        p.error(f"--before {args.before}: no checkout of this project")
     if args.one:
         print(json.dumps(one(args.steps)))
         return

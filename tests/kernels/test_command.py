@@ -19,6 +19,8 @@ def test_names() -> None:
     assert names.chosen("inductor") == ()
     assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss", "norm", "carry")
     assert names.chosen("loss+adamw") == ("loss", "adamw")
+    assert names.spelled("auto") == "auto" and names.spelled("inductor") == "inductor"
+    assert names.spelled("carry+loss+norm+adamw") == names.spelled("fused") == "adamw+loss+norm+carry"
 
 
 @pytest.mark.parametrize("value", ["", "adamw+", "+", "norms", "fused+loss", "rope+rope", "norm+input_grad"])

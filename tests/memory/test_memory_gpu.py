@@ -27,8 +27,11 @@ MIB = 2**20
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("lever", EXACT)
 def test_equal_to_the_plain_run(lever: str, dtype: str, reduction: str) -> None:
-    """math attention, whose backward is reproducible; an update on the CPU rounds as another kernel does."""
-    case = replace(Case(reduction, dtype), device="cuda", attention="math")
+    """math attention, whose backward is reproducible; an update on the CPU rounds as another kernel does, and may round a
+    weight to another bf16: AdamW's eps is then above what that changes in a gradient, else the sign of one that is next to
+    nothing decides a whole update."""
+    optim = {"eps": 1e-3} if lever == "host" else {}
+    case = replace(Case(reduction, dtype), device="cuda", attention="math").with_(optim=optim)
     got, want = cases.train(0, 1, case.with_(EXACT[lever])), cases.train(0, 1, case)
     if lever == "host":
         assert distance(got, want) < (1e-5 if dtype == "fp32" else 2**-7)

@@ -18,6 +18,11 @@ def chosen(value: str) -> tuple[str, ...]:
     return {"inductor": (), "fused": FUSED, "auto": FUSED}.get(value, tuple(value.split("+")))
 
 
+def spelled(value: str) -> str:
+    """A valid value in the one spelling that it has in a point's identity: names, if it is any, in this file's order."""
+    return value if value in ("auto", "inductor") else "+".join(sorted(chosen(value), key=NAMES.index))
+
+
 def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
     left_out = {name for name, _ in _refusals(cfg, degrees)}

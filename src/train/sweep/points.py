@@ -8,6 +8,7 @@ from typing import Any, Optional
 from train import config
 from train.config import ConfigError, Train
 from train.data import corpus
+from train.kernels import names
 from train.launch import environment
 from train.launch.slurm import options as slurm
 from train.model import fp8_rules
@@ -61,6 +62,7 @@ def resolve(cfg: Train, contents: dict[tuple[Any, ...], str]) -> Optional[str]:
         return reason
     if cfg.deterministic is None:
         cfg.deterministic = cfg.replay
+    cfg.compile.kernels = names.spelled(cfg.compile.kernels)
     degrees = mesh.resolve(cfg, cfg.nproc)
     for dimension, degree in degrees.items():
         setattr(cfg.parallelism, dimension, degree)
