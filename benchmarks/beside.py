@@ -91,6 +91,7 @@ def run_peer(arguments: list[str], seconds: float, packages: str = "") -> tuple[
         return {}, "cut off"
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if found:
+        print(found[-1], flush=True)  # a command that is cut off has shown it
         result: dict[str, Any] = json.loads(found[-1])
         return result, ""
     print(done.stdout[-1500:], done.stderr[-3000:], flush=True)
