@@ -53,7 +53,10 @@ class Ranks:
             try:
                 for pipe in self.pipes:
                     pipe.send((case, args, kwargs))
-                return self._answers(what)
+                found = self._answers(what)
+                for pipe in self.pipes:
+                    pipe.send(None)
+                return found
             except (EOFError, OSError):
                 time.sleep(0.5)  # until the dead are known as such
                 ends = [process.exitcode for process in self.processes if process.exitcode]
@@ -104,13 +107,15 @@ def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> N
     dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=timedelta(seconds=CASE_SECONDS))
     while True:
         try:
-            case, args, kwargs = pipe.recv()
+            received = pipe.recv()
         except EOFError:
             return
-        # all ranks are done with the last case: its groups go, or hundreds of gloo's threads would poll beside the next one
-        for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-            dist.destroy_process_group(left)
-        _clear_sharding_prop_cache()  # DTensor's, by the value of meshes that had those groups
+        if received is None:  # all ranks are done with the case: its groups go, or gloo's threads would poll beside other tests
+            for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+                dist.destroy_process_group(left)
+            _clear_sharding_prop_cache()  # DTensor's, by the value of meshes that had those groups
+            continue
+        case, args, kwargs = received
         try:
             reply = True, case(rank, world, *args, **kwargs)
         except BaseException:
