@@ -110,7 +110,8 @@ def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> N
             received = pipe.recv()
         except EOFError:
             return
-        if received is None:  # all ranks are done with the case: its groups go, or gloo's threads would poll beside other tests
+        if received is None:
+            # all ranks are done with the case: its groups go, or gloo's threads would poll beside other tests
             for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
                 dist.destroy_process_group(left)
             _clear_sharding_prop_cache()  # DTensor's, by the value of meshes that had those groups
