@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.beside import ROOT, begin, peers, run_peer, words
+from train.sweep.freeze import write_atomic
 
 DENSE = ["model=dense_1b", "data=fake", "seq_len=2048", "compile=layer"]
 SWEEPS = ("dp2", "dp2_buckets", "dp2_nccl", "dp2_replay", "dp2_single0", "dp2_single1")
@@ -177,7 +178,7 @@ def main() -> None:
             "torchtitan": peer, "claims": claims(results, peer),
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        write_atomic(args.out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
         said = [*(f"- {c}" for c in record["claims"]), "", *(json.dumps(p) for p in peer), "", table(results)]
         args.out.with_suffix(".txt").write_text("\n".join(said) + "\n")
         return "\n".join(said)

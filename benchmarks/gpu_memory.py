@@ -30,6 +30,7 @@ import yaml
 from analysis.plots.bars import stack
 from analysis.plots.style import context, figure, finish, legend
 from benchmarks.beside import ROOT, begin, earlier, run_peer, words
+from train.sweep.freeze import write_atomic
 
 DENSE = ["recipe=dense_1b_h200", "steps=14"]
 LLAMA = ["model=llama3_8b", "data=fake", "compile=layer", "seq_len=8192", "micro_batch=2", "steps=6"]
@@ -101,7 +102,7 @@ def main() -> int:
     def keep(more: list[Row]) -> None:
         rows.extend(more)
         if args.json is not None:
-            args.json.write_text(json.dumps([asdict(row) for row in merged(before, rows)], indent=1) + "\n")
+            write_atomic(args.json, json.dumps([asdict(row) for row in merged(before, rows)], indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)

@@ -17,6 +17,7 @@ from pathlib import Path
 from analysis import kernels
 from benchmarks.beside import begin, earlier
 from benchmarks.gpu_memory import Part, Row, run, torchtitan
+from train.sweep.freeze import write_atomic
 
 MOE = ["recipe=moe_3b_h200", "steps=24", "profile=true"]
 CASES = {
@@ -43,7 +44,7 @@ def main() -> int:
         def keep(more: list[Row]) -> None:
             rows.extend(more)
             if args.json:
-                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+                write_atomic(args.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
         keep(run(router, {"none"}, out, end))
         if not args.no_peer:

@@ -22,6 +22,7 @@ from typing import Any
 from analysis import kernels
 from benchmarks.beside import ROOT, begin, earlier, peers, run_peer, words
 from benchmarks.gpu_dp2 import STEADY, rows, train
+from train.sweep.freeze import write_atomic
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,7 @@ def main() -> int:
     for found in measure(settings, args, began + args.budget):
         failed |= not all(r["tokens_per_s"] for r in found)
         kept |= {r["setting"]: r for r in found if r["tokens_per_s"] or r["setting"] not in kept}
-        half = file.with_suffix(".part")
-        half.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
-        half.replace(file)
+        write_atomic(file, json.dumps(list(kept.values()), indent=1) + "\n")
     shown = [r for k in SETTINGS for r in kept.values() if r["setting"].split()[0] == k]
     print(table(shown), f"\n{time.monotonic() - began:.0f} s", flush=True)
     return int(failed)

@@ -163,6 +163,7 @@ def test_the_account_knows_memory_that_ranks_show_each_other(tmp_path: Path) -> 
     done = sweep(
         tmp_path,
         "name=t",
+        "model=debug",
         "device=cuda",
         "nproc=2",
         "data=fake",

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.parallel import peers
 from train.parallel.bucket import Bucket
 from train.parallel.dims import Dims
 from train.parallel.lane import IN_FLIGHT
-from train.parallel.peers import Peers
+from train.parallel.peers import COMMUNICATION, WEIGHTS, Peers
 
 KINDS = 3
 READY, TAKEN, UPDATED = range(KINDS)  # what ranks say, once a bucket or, of weights, once a call
@@ -24,16 +23,16 @@ class Pull:
 
     def __init__(self, dims: Dims, group: Any) -> None:
         """Collective. Raises ConfigError as `Peers` does."""
-        self._peers = Peers(dims, group, KINDS)
+        self._peers = peers = Peers(dims, group, KINDS)
         # each link has one reader at a time
-        self._others = [(self._peers.rank + i) % self._peers.world for i in range(1, self._peers.world)]
+        self._others = [(peers.rank + i) % peers.world for i in range(1, peers.world)]
         self._weights: dict[int, list[Tensor]] = {}
         self._slots: list[list[Tensor]] = []
         self._count = 0  # buckets exchanged so far
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for a bucket's weights. Collective."""
-        seen = self._peers.empty(numel, dtype, peers.WEIGHTS)
+        seen = self._peers.empty(numel, dtype, WEIGHTS)
         own = seen[self._peers.rank].zero_()
         self._weights[own.data_ptr()] = seen
         return own
@@ -41,7 +40,7 @@ class Pull:
     def stage(self, buckets: Sequence[Bucket]) -> None:
         """Make the slots. Collective."""
         largest = max(b.weight.nbytes for b in buckets)
-        self._slots = [self._peers.empty(largest, torch.uint8, peers.COMMUNICATION) for _ in range(SLOTS)]
+        self._slots = [self._peers.empty(largest, torch.uint8, COMMUNICATION) for _ in range(SLOTS)]
         self._peers.meet()
 
     def _slot(self, rank: int, bucket: Bucket) -> Tensor:
