@@ -27,7 +27,8 @@ def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
     left_out = {name for name, _ in _refusals(cfg, degrees)}
     if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
-        left_out.add("norm")  # its gain is measured against Inductor's; the host, which eager layers wait for, has more to do
+        # its gain is measured against Inductor's; the host, which eager layers wait for, has more to do
+        left_out.add("norm")
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 
 
