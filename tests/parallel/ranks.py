@@ -1,7 +1,9 @@
 """Real ranks that stay up for a whole test session and run one case after the other."""
 
 import multiprocessing
+import os
 import pickle
+import signal
 import time
 import traceback
 import warnings
@@ -11,11 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from train.launch.process import die_with
 
 CASE_SECONDS = 150.0  # a case that takes longer hangs (compiled ones on eight ranks and two busy cores need a minute)
+MANY_THREADS = 60  # of a rank: three a gloo group; fresh ranks cost 0.1 s
 
 
 class Ranks:
@@ -51,13 +56,13 @@ class Ranks:
             if not self.processes:
                 self._start()
             try:
+                self._signal(signal.SIGCONT)
                 for pipe in self.pipes:
                     pipe.send((case, args, kwargs))
                 found = self._answers(what)
-                for pipe in self.pipes:
-                    pipe.send(None)
+                self._rest()
                 return found
-            except (EOFError, OSError):
+            except (EOFError, OSError, psutil.NoSuchProcess):
                 time.sleep(0.5)  # until the dead are known as such
                 ends = [process.exitcode for process in self.processes if process.exitcode]
                 self.close()
@@ -65,6 +70,19 @@ class Ranks:
                 break
             warnings.warn(f"ranks of {self.world} died with exit codes {ends} and start again for {what}", stacklevel=2)
         raise AssertionError(f"ranks of {self.world} ended with exit codes {ends} in {what}")
+
+    def _rest(self) -> None:
+        """Until the next case: stopped, for gloo's threads wake 128 times a second each and would slow all other tests.
+
+        And gone when cases have left many: DTensor's caches and others hold groups of finished cases, with their threads.
+        """
+        if any(psutil.Process(rank.pid).num_threads() > MANY_THREADS for rank in self.processes):
+            self.close()
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self.processes:
+            os.kill(rank.pid, number)
 
     def _answers(self, what: str) -> list[Any]:
         results, failures = [], []
@@ -99,6 +117,7 @@ class Ranks:
 
 
 def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> None:
+    die_with(os.getppid())  # a stopped rank doesn't see its pipe's end
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -107,16 +126,9 @@ def _rank(rank: int, world: int, store: str, device: str, pipe: Connection) -> N
     dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=timedelta(seconds=CASE_SECONDS))
     while True:
         try:
-            received = pipe.recv()
+            case, args, kwargs = pipe.recv()
         except EOFError:
             return
-        if received is None:
-            # all ranks are done with the case: its groups go, or gloo's threads would poll beside other tests
-            for left in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-                dist.destroy_process_group(left)
-            _clear_sharding_prop_cache()  # DTensor's, by the value of meshes that had those groups
-            continue
-        case, args, kwargs = received
         try:
             reply = True, case(rank, world, *args, **kwargs)
         except BaseException:

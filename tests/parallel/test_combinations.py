@@ -67,7 +67,7 @@ def possible(nproc: int, c: Case) -> bool:
     )
     reshard = c.reshard is None or c.reduction == "fsdp"
     if reshard and c.reshard == 2:
-        reshard = c.tp == 1 and shards * c.cp > 2 and shards * c.cp % 2 == 0
+        reshard = c.tp == c.ep == 1 and shards * c.cp > 2 and shards * c.cp % 2 == 0
     experts = c.ep == 1 or (
         c.model == "even_moe" and c.reduction not in ZERO2 and 8 % c.ep == 0 and (shards * c.cp * c.tp) % c.ep == 0
     )
