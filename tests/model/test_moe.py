@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.model.tiny import build, tokens
 from tests.parallel.cases import no_host_synchronisation
+from tests.parallel.expert_cases import Undecided
 from train import config
 from train.memory import recompute
 from train.model.grouped import grouped_mm, kernel_takes, loop_mm
@@ -153,13 +154,6 @@ def test_forced_balance_is_even() -> None:
     model(*tokens(rows=3, length=12)).backward()
     assert balance.step().tolist() == [1.0, 1.0]
     assert model.layers[0].ffn.router.weight.grad.norm() > 0  # type: ignore[union-attr]
-
-
-class Undecided(MoE):
-    """Scores that change by chance from call to call, as a near tie's do by rounding."""
-
-    def biased(self, scores: Tensor) -> Tensor:
-        return scores + torch.rand(scores.shape, dtype=scores.dtype)
 
 
 @pytest.mark.parametrize("mode", ("full", "selective"))

@@ -161,13 +161,31 @@ def test_compiled(two: Ranks) -> None:
     check(two, moe("fsdp", ep=2, compiled=True, balance="aux_loss_free"))
 
 
-@pytest.mark.parametrize("recompute", ("full", "selective"))
-def test_compiled_layers_that_recompute_are_refused(recompute: str) -> None:
-    case = moe("fsdp", ep=2, compiled=True, memory=(("recompute", recompute),))
-    cfg = cases.configuration(case)
-    with pytest.raises(
-        config.ConfigError, match=f"memory.recompute={recompute}: torch can't keep parts of a layer that ep"
-    ):
+@pytest.mark.parametrize(
+    "layout", [{"ep": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"tp": 2, "ep": 2}, {"cp": 2}))], ids=str
+)
+def test_compiled_layers_that_recompute(two: Ranks, layout: dict[str, int]) -> None:
+    """In pieces, recompute around them: the same routing, and tokens are counted once."""
+    check(two, moe("fsdp", compiled=True, memory=(("recompute", "full"),), balance="aux_loss_free", **layout))
+
+
+@pytest.mark.parametrize(("compiled", "ended"), [(False, 2), pytest.param(True, 4, marks=pytest.mark.slow)])
+def test_what_runs_again(two: Ranks, compiled: bool, ended: int) -> None:
+    """As HFU counts it: eager, w_down's matmuls are not run again; between compiled pieces they are. Two layers."""
+    case = moe("fsdp", ep=2, compiled=compiled, memory=(("recompute", "full"),))
+    assert two.run(expert_cases.experts_run, case) == [(4, ended)] * 2
+
+
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_the_choice_is_kept_where_scores_tie(two: Ranks, compiled: bool) -> None:
+    """Scores that change by chance from call to call: the gradients of a run without recompute."""
+    assert two.run(expert_cases.undecided, moe("fsdp", ep=2, compiled=compiled)) == [[], []]
+
+
+def test_compiled_layers_that_keep_operators_are_refused() -> None:
+    cfg = cases.configuration(moe("fsdp", ep=2, compiled=True, memory=(("recompute", "selective"),)))
+    why = "memory.recompute=selective: torch can't keep parts of a layer that ep has compiled in pieces; use full, or"
+    with pytest.raises(config.ConfigError, match=why):
         mesh.check_model(cfg, mesh.resolve(cfg, 2))
 
 

@@ -1,18 +1,23 @@
 """memory.recompute: which activations backward computes again instead of keeping.
 
 Checkpointing sits inside the layer and compilation outside (`Transformer.compile_layers`): the compiled backward then
-holds the recomputation and leaves out what it doesn't need. Eager or compiled, w_down's matmul is not run again.
+holds the recomputation and leaves out what it doesn't need. Eager or compiled, w_down's matmul is not run again. A layer that
+exchanges something with other ranks is compiled in pieces and checkpointed around them; torch's policies for single operators
+don't reach into the pieces, so full recompute keeps the choice of experts between two of them (`Choices`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch._functorch.config
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from train import config
+from train.model.moe import MoE
 from train.model.transformer import Block, Transformer
 
 MODES = ("none", "full", "selective", "budget")
@@ -41,7 +46,7 @@ ROUTING = "aten::topk"
 
 
 def apply(model: Transformer, cfg: config.Memory) -> None:
-    """Set every layer up for cfg.recompute. Before `compile_layers`.
+    """Set every layer up for cfg.recompute. After what makes layers exchange with other ranks, before `compile_layers`.
 
     Raises ConfigError for an unknown mode, for memory.targets that torch doesn't have, and for keys of another mode.
     """
@@ -59,12 +64,46 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
         assert isinstance(block, Block)
         on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
         block.recompute = again if on else None
+        if on and cfg.recompute == "full" and isinstance(block.ffn, MoE) and not block.one_graph:
+            block.ffn.keep = choices = Choices()
+            block.recompute = functools.partial(again, context_fn=choices.contexts)
 
 
 def keep_routing(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     """The policy of full recompute with experts: who was chosen, and the few integers that ranks told each other, are kept."""
-    numbers = op.namespace in ALWAYS and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
+    numbers = op.namespace in ALWAYS and isinstance(args[0], Tensor) and not args[0].is_floating_point()
     return CheckpointPolicy.MUST_SAVE if op._schema.name == ROUTING or numbers else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Choices:
+    """The experts that a layer chose when it ran first, for when backward runs it again."""
+
+    def __init__(self) -> None:
+        # of the run that is on: its choice, and whether it is the second
+        self._now: tuple[list[Tensor], bool] | None = None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around the first and the second run of one micro-batch: torch.utils.checkpoint's context_fn."""
+        kept: list[Tensor] = []
+        return self._run(kept, False), self._run(kept, True)
+
+    @contextmanager
+    def _run(self, kept: list[Tensor], again: bool) -> Iterator[None]:
+        before, self._now = self._now, (kept, again)
+        try:
+            yield
+        finally:
+            self._now = before
+
+    @torch.compiler.disable
+    def __call__(self, chosen: Tensor) -> Tensor:
+        """Out of compiled graphs, which end here and go on after it."""
+        if self._now is None:
+            return chosen
+        kept, again = self._now
+        if not again:
+            kept.append(chosen)
+        return kept[0]
 
 
 class Keep:

@@ -56,12 +56,13 @@ class MoE(nn.Module):
         )  # aux_loss_free: bias in coefficients
         self.exchange: Exchange | None = None  # None: this rank has all experts
         self.over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over the ranks with other tokens
+        self.keep: Callable[[Tensor], Tensor] = lambda chosen: chosen  # see train.memory.recompute.Choices
         self.aux_share = 1.0  # of a micro-batch on this rank in a step's auxiliary loss
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         flat, k = x.flatten(0, 1), self.cfg.experts_per_token  # [N, dim]
         scores = self.scores(flat)
-        chosen = self.choose(scores.detach())
+        chosen = self.keep(self.choose(scores.detach()))
         ids, order = chosen.flatten().to(torch.int32).sort(stable=True)  # [N k]: by expert, then by token
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         ends = torch.searchsorted(

@@ -148,10 +148,8 @@ def check_model(cfg: Train, degrees: dict[str, int]) -> None:
         _check_async_tp(cfg, tp)
     _check_reshard(cfg, degrees)
     exchange = next((name for name in ("cp", "ep") if degrees[name] > 1), None)
-    keeps = ("selective", "full") if m.experts else ("selective",)  # full keeps the choice of experts
-    if exchange and cfg.memory.recompute in keeps and cfg.compile.name != "none":
-        other = "compile=none" if m.experts else "full, or compile=none"
-        why = f"torch can't keep parts of a layer that {exchange} has compiled in pieces; use {other}"
+    if exchange and cfg.memory.recompute == "selective" and cfg.compile.name != "none":
+        why = f"torch can't keep parts of a layer that {exchange} has compiled in pieces; use full, or compile=none"
         raise ConfigError("memory.recompute", cfg.memory.recompute, why)
     if cp > 1 and cfg.parallelism.cp_method == "ulysses":
         _check_ulysses(m.heads // tp, m.kv_heads // tp, degrees)
