@@ -1,7 +1,4 @@
-"""The command line before Hydra reads it: flags first, one mode, and text that is meant literally kept literal.
-
-`name=1_1_1`, `out=it's here` and `env.A=012` are text to a user and numbers or syntax errors to Hydra's grammar.
-"""
+"""The command line before Hydra reads it: flags first, one mode, and text that is meant literally kept literal."""
 
 import argparse
 import re
@@ -9,23 +6,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import OverrideParseException
 
 from train import names
 from train.config import ConfigError
 from train.names import nearest
 from train.sweep.grid import NOT_SWEPT
+from train.sweep.literal import literal
 
-#: one value for the whole sweep, so that a comma is a character and not a list
-LITERAL = (
-    "name", "out", "launch.time", "launch.memory", "launch.partition", "launch.account", "launch.qos", "launch.constraint",
-    "launch.exclude", "launch.template", "launch.python",
-)  # fmt: skip
-#: may be a list of paths, but a path that is there is meant as it stands
-PATHS = ("data.path", "data.tokenizer")
-PLAIN = re.compile(r"[\w.+-]+")
 #: Hydra's own run settings: points are started by our sweeper and by launch.*
 NOT_OURS = re.compile(r"hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.mode|\.run|\.sweep|\.job|\.output_subdir)\b")
 
@@ -108,36 +95,3 @@ def _check(overrides: list[str]) -> None:
             sweep = f"; a sweep is {bare}={seen[bare]},{value}" if bare not in NOT_SWEPT else ""
             raise ConfigError(bare, value, f"is given twice, {bare}={seen[bare]} before{sweep}")
         seen[bare] = value
-
-
-def literal(override: str) -> str:
-    """One override with its value quoted where it is meant as text."""
-    key, eq, value = override.partition("=")
-    bare = key.lstrip("+")
-    if not eq or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
-        return override
-    if bare in LITERAL:
-        return override if value in ("null", "") else f"{key}={quoted(value)}"
-    if bare in PATHS and (Path(value).expanduser().exists() or not _parses(override)):
-        return f"{key}={quoted(value)}"
-    if bare.startswith("launch.sbatch."):
-        return f"++{bare}={quoted(value)}"
-    if bare.startswith(("env.", "nccl.env.")):
-        parts = value.split(",")
-        as_text = all(PLAIN.fullmatch(p) for p in parts) or not _parses(override)
-        text = ",".join(quoted(p) for p in parts) if as_text else value
-        return f"++{bare}={text}"  # a typed mapping is closed otherwise
-    return override
-
-
-def _parses(override: str) -> bool:
-    try:
-        OverridesParser.create().parse_overrides([override])
-    except OverrideParseException:
-        return False
-    return True
-
-
-def quoted(text: str) -> str:
-    """`text` in Hydra's quotes, its own quotes escaped."""
-    return QuotedString(text, Quote.single).with_quotes()

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.cli.command import refused, run
 from tests.helpers import TINY
-from train.command_line import literal
+from train.sweep.literal import literal
 
 SMALL = [*TINY, "steps=3", "nproc=1", "micro_batch=1"]
 

@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from train.sweep import grid
+from train.sweep.literal import literal
 from train.sweep.store import conf_dir, register
 
 
@@ -73,3 +74,15 @@ def test_time_is_linear(loader: ConfigLoaderImpl) -> None:
 
     small, large = seconds(200), seconds(2000)
     assert large < 20 * small and large < 20, (small, large)
+
+
+def test_a_named_grid_takes_the_command_lines_spelling(loader: ConfigLoaderImpl) -> None:
+    """Variables without a +, commas as lists, text as typed; and the command line wins."""
+    named = {"env.CUDA_DEVICE_MAX_CONNECTIONS": [1, "08"], "nccl.env.NCCL_P2P_DISABLE": "1,0", "name": "1_1"}
+    master = loader.load_configuration("train", [], run_mode=RunMode.MULTIRUN, from_shell=False)
+    composer = grid.Composer(loader, master)
+    points = [
+        composer.compose(p.overrides) for p in grid.expand(loader, [named], [literal("nccl.env.NCCL_P2P_DISABLE=2")])
+    ]
+    assert [p["env"] for p in points] == [{"CUDA_DEVICE_MAX_CONNECTIONS": value} for value in ("1", "08")]
+    assert all(p["nccl"]["env"]["NCCL_P2P_DISABLE"] == "2" and p["name"] == "1_1" for p in points)

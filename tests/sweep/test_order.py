@@ -98,7 +98,7 @@ def test_budget_and_estimate(tmp_path: Path) -> None:
 def test_cold_start_is_forced_by_what_is_read_at_import(tmp_path: Path) -> None:
     """env.OMP_NUM_THREADS needs a fresh interpreter, env.NCCL_* does not; both reach the rank."""
     (tmp_path / "own/sweeps").mkdir(parents=True)
-    grids = [{"+env.OMP_NUM_THREADS": 1}, {"+env.NCCL_DEBUG": "WARN"}]
+    grids = [{"env.OMP_NUM_THREADS": 1}, {"+env.NCCL_DEBUG": "WARN"}]
     named = f"# @package _global_\nhydra: {{sweeper: {{grids: {json.dumps(grids)}}}}}\n"
     (tmp_path / "own/sweeps/starts.yaml").write_text(named)
     done = sweep(tmp_path, "--config-dir", str(tmp_path / "own"), "name=e", "sweeps=starts", *TINY, "steps=2")

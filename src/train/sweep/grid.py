@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from train.config import ConfigError
+from train.sweep.literal import literal
 
 
 @dataclass
@@ -50,7 +51,7 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
     parser = OverridesParser.create(config_loader=loader)
     given = {o.get_key_element(): o for o in parser.parse_overrides(arguments)}
     for grid in grids:
-        lines = [f"{k}={as_text(v)}" for k, v in grid.items()]
+        lines = [literal(f"{k}={as_text(v)}") for k, v in grid.items()]
         overrides = {o.get_key_element(): o for o in parser.parse_overrides(lines)} | given
         choices: list[list[str]] = []
         swept: list[bool] = []
