@@ -147,7 +147,8 @@ def test_a_whole_array_cancelled_from_outside(cli: Cli, when: str) -> None:
     if when == "waiting":
         cli.cluster.drain()
     p = cli.start(*LONG, "seed=1,2,3", "name=outside", "launch.array_parallelism=1")
-    cli.until(lambda: cli.cluster.jobs(), "jobs")
+    # all of it: where no node can start a job, the launcher tries a held one first
+    cli.until(lambda: len(cli.cluster.jobs()) == 3, "array")
     if when == "running":
         cli.until(cli.training("outside"), "steps")
     cli.cluster.command("scancel", cli.cluster.jobs()[0].split("_")[0])
