@@ -39,6 +39,8 @@ NOT_KNOBS = [
     "recipe",
     "repeats",
     "max_failures",
+    "cancel",
+    "fabric",
 ]
 
 

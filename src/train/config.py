@@ -138,7 +138,7 @@ class Memory:
 class Compile:
     """What torch.compile covers."""
 
-    name: str = "???"  # none | layer: one Inductor graph a layer
+    name: str = "???"  # none | layer: an Inductor graph a layer, or one for each piece
     # auto: fused, on GPUs and where it fits | inductor: none | fused: this project's own | some of them: adamw+loss
     kernels: str = "auto"
     cuda_graph: Optional[bool] = None  # one rank's whole step as one CUDA graph; null: no, for now

@@ -140,7 +140,7 @@ class Prepared:
         over_ranks = self.dims.size("cp") > 1
         kernel = "ring" if over_ranks and cfg.parallelism.cp_method == "ring" else self.attention
         compiled, scaling = cfg.compile.name != "none", cfg.precision.scaling
-        whole = (over_ranks or self.dims.size("ep") > 1) if compiled else scaling is not None
+        whole = over_ranks and self.dims.size("ep") == 1 if compiled else scaling is not None
         matmul = fp8.operator(self.device, scaling) if scaling is not None else "aten::mm"
         self.flops = flops.flops_per_token(
             cfg.model, cfg.seq_len, cfg.memory.recompute, cfg.memory, kernel, whole, matmul

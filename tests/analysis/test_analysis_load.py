@@ -15,8 +15,9 @@ from synth import Point, folder_name, identity, metrics_lines, standard_grid, wr
 from analysis.census import census
 from analysis.errors import BadInput
 from analysis.files import flatten, read_config
-from analysis.load import load
+from analysis.load import NOT_KNOBS, load
 from analysis.rank import rank
+from train.config import NOT_IDENTITY
 
 
 def test_configuration_by_blocks_equals_the_whole(tmp_path):
@@ -276,3 +277,8 @@ def test_ten_thousand_runs(tmp_path):
     census, memory = done.stdout.splitlines()
     assert census == "10000 points: 10000 ok"
     assert int(memory) < 2**20  # KiB
+
+
+def test_what_is_no_identity_is_no_knob():
+    """Else two copies of one sweep that differ there would be two points."""
+    assert set(NOT_IDENTITY) <= set(NOT_KNOBS)

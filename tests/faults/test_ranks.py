@@ -128,7 +128,7 @@ def test_hang_before_the_first_step_has_its_own_limit(lab: Lab, tmp_path: Path) 
     trial = lab.start(tmp_path, launch={"hang_seconds": 1.0, "first_step_timeout": 4.0}, **LONG)
     os.kill(trial.pid(1), signal.SIGSTOP)
     verdict = trial.end()
-    assert verdict.status == "timeout" and "rank 1 gave no sign of life for 4.0 s" in verdict.reason
+    assert verdict.status == "timeout" and "rank 1 gave no sign of life for 4.0 s before" in verdict.reason
 
 
 def test_timeout_of_a_point(lab: Lab, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from train.model import moe_rules
 EXPERTS = {"ffn": 0, "experts": 8, "experts_per_token": 2, "expert_ffn": 96}
 
 
-def point(dispatch: str = "torch", round_name: str = "none", **model: Any) -> config.Train:
+def point(dispatch: str = "torch", round_name: str = "none", recompute: str = "none", **model: Any) -> config.Train:
     return config.Train(
         model=replace(config.Model(name="m", ffn=64), **model),
+        memory=config.Memory("m", recompute),
         parallelism=config.Parallelism("data", dispatch=dispatch),
         round=config.Round(round_name),
     )
@@ -46,6 +47,11 @@ def test_what_is_fine() -> None:
         (
             {**EXPERTS, "dispatch": "deepep"},
             "parallelism.dispatch=deepep: needs the package deep_ep, which isn't installed here",
+        ),
+        (
+            {**EXPERTS, "recompute": "budget"},
+            "memory.recompute=budget: torch's partitioner would choose a token's experts once more in backward, maybe others;"
+            " use full or selective",
         ),
         ({"dispatch": "deepep"}, "parallelism.dispatch=deepep: model=m has no experts"),
     ],

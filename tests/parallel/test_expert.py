@@ -5,6 +5,7 @@ Routing is discontinuous: a case in which two experts' scores nearly tie is a ba
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,11 +114,15 @@ def test_with_cp(four: Ranks, reduction: str, layout: dict[str, int]) -> None:
     check(four, moe(reduction, balance="aux_loss", **layout))
 
 
+RECOMPUTED = {"ep": 2, "grad_accum": 4, "compiled": True, "memory": (("recompute", "full"),)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
-def test_with_pp(four: Ranks, layout: dict[str, int]) -> None:
-    """A stage knows the load of its own layers."""
-    case = moe("fsdp" if layout == {"ep": 2} else "ddp", pp=2, grad_accum=2, balance="aux_loss_free", **layout)
+@pytest.mark.parametrize("changes", [{}, {"ep": 2}, {"tp": 2, "ep": 2}, RECOMPUTED], ids=str)
+def test_with_pp(four: Ranks, changes: dict[str, Any]) -> None:
+    """A stage knows the load of its own layers; under recompute of several micro-batches each has its own choice."""
+    reduction = "fsdp" if "ep" in changes and "tp" not in changes else "ddp"
+    case = moe(reduction, pp=2, balance="aux_loss_free", **{"grad_accum": 2, **changes})
     expected = alone(case)
     outcomes = four.run(cases.train, case)
     assert_equal_runs(outcomes, expected, [FP64] * case.steps)
@@ -169,11 +174,17 @@ def test_compiled_layers_that_recompute(two: Ranks, layout: dict[str, int]) -> N
     check(two, moe("fsdp", compiled=True, memory=(("recompute", "full"),), balance="aux_loss_free", **layout))
 
 
-@pytest.mark.parametrize(("compiled", "ended"), [(False, 2), pytest.param(True, 4, marks=pytest.mark.slow)])
-def test_what_runs_again(two: Ranks, compiled: bool, ended: int) -> None:
-    """As HFU counts it: eager, w_down's matmuls are not run again; between compiled pieces they are. Two layers."""
-    case = moe("fsdp", ep=2, compiled=compiled, memory=(("recompute", "full"),))
-    assert two.run(expert_cases.experts_run, case) == [(4, ended)] * 2
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
+def test_what_runs_again(two: Ranks, compiled: bool) -> None:
+    """As HFU counts it: of two layers all but w_down's matmuls, and all that is sent but the results on their way home."""
+    case = moe("fsdp", ep=2, steps=1, compiled=compiled, memory=(("recompute", "full"),))
+    assert two.run(expert_cases.experts_run, case) == [(4, 2)] * 2
+    once, again = (
+        sum(out.traffic["bytes"]["ep_all_to_all"] for out in two.run(cases.train, c))
+        for c in (replace(case, memory=()), case)
+    )
+    rows = once / (2 * (24 + 1 + 24))  # dim 24, and a weight
+    assert again - once == rows * (24 + 1)
 
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))

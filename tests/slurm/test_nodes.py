@@ -56,6 +56,21 @@ def test_the_other_nodes_supervisor_killed(cli: Cli) -> None:
 
 
 @pytest.mark.slow
+def test_the_other_nodes_rank_server_killed(cli: Cli) -> None:
+    """Node 0 hears why, and doesn't take the silence for a lost node."""
+    p = cli.start(*TWO, "steps=100000", "seed=1,2", "launch.points_per_job=2", "name=server")
+    folder = cli.until(cli.training("server"), "steps")
+    children = psutil.Process(node(folder, 1)["pid"]).children()
+    (server,) = [child for child in children if "train.launch.server" in child.cmdline()]
+    server.kill()
+    cli.until(lambda: "crashed" in cli.states("server"), "end of the point", 15)
+    status = json.loads((folder / "status.json").read_text())
+    assert status["reason"] == "the rank server ended with signal 9", status["reason"]
+    cli.run("name=server", "cancel=true")
+    p.communicate(timeout=60)
+
+
+@pytest.mark.slow
 def test_a_node_whose_daemon_dies(cli: Cli) -> None:
     """slurmd of n2 killed and its step with it: SLURM sees it after SlurmdTimeout, we after 20 s of silence."""
     p = cli.start(*TWO, "steps=100000", "name=down")

@@ -44,14 +44,15 @@ def failed(end: RankEnd) -> bool:
     return not end.killed and (end.code not in (0, None) or end.error is not None or (end.code == 0 and not end.done))
 
 
-def _at_step(step: int) -> str:
+def at_step(step: int) -> str:
+    """Words for a reason, with a space before them; -1: no rank was in a step yet."""
     return f" at step {step}" if step >= 0 else " before the first step"
 
 
 def _from_error(end: RankEnd) -> Verdict:
     assert end.error is not None
     kind, message = end.error["kind"], end.error["message"]
-    step = _at_step(end.error.get("step", -1))
+    step = at_step(end.error.get("step", -1))
     if kind == "oom":
         return Verdict("oom", f"rank {end.rank}{step}: {message}", end.rank)
     if kind == "host_oom":
@@ -65,7 +66,7 @@ def _from_error(end: RankEnd) -> Verdict:
 
 
 def _from_death(end: RankEnd, oom_killed: bool) -> Verdict:
-    step = _at_step(end.step)
+    step = at_step(end.step)
     if end.code is not None and end.code < 0:
         if oom_killed and end.code == -signal.SIGKILL:
             return Verdict("oom", f"rank {end.rank}: out of host memory, killed by the kernel{step}", end.rank)

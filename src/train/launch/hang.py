@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from train.config import Launch
-from train.launch.classify import Verdict
+from train.launch.classify import Verdict, at_step
 from train.launch.heartbeat import FIRST_STEPS, Watch
 from train.launch.stacks import Stack
 
@@ -47,5 +47,5 @@ def accuse(quiet: Silence, watches: Mapping[int, Watch], found: Mapping[int, Sta
         where = f", {found[rank].where}"
     w = watches[rank]
     return Verdict(
-        "timeout", f"rank {rank} gave no sign of life for {quiet.limit:.1f} s at step {w.step} ({w.phase}){where}", rank
+        "timeout", f"rank {rank} gave no sign of life for {quiet.limit:.1f} s{at_step(w.step)} ({w.phase}){where}", rank
     )

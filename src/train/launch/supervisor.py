@@ -1,5 +1,6 @@
 """Runs one point on one node: starts its ranks, watches them, classifies the end, writes status.json. Imports no torch."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import psutil
 
 from train import config
 from train.launch import environment, explain, hang, limits, process, record, scratch, stacks
-from train.launch.classify import RankEnd, Verdict, failed, judge
+from train.launch.classify import RankEnd, Verdict, at_step, failed, judge
 from train.launch.heartbeat import Watch
 from train.launch.nodes import Nodes
 from train.launch.starters import Starter
@@ -113,6 +114,9 @@ class Supervisor:
                 verdict = Verdict("oom", f"out of host memory: {e}, killed by the kernel")
             elif isinstance(e, EOFError):
                 verdict = self._told() or verdict
+            if self.nodes:  # else they would only see that this one has gone silent
+                with contextlib.suppress(OSError):
+                    self.nodes.end(verdict, True, list(self.ends.values()), {})
         try:
             return self._last_word(verdict)
         finally:
@@ -185,7 +189,7 @@ class Supervisor:
             if self.stop.signum is not None:
                 if self.stop.meaning is not None:
                     return self.stop.meaning()
-                return Verdict("interrupted", f"{signal.Signals(self.stop.signum).name} at step {self._step()}")
+                return Verdict("interrupted", f"{signal.Signals(self.stop.signum).name}{at_step(self._step())}")
             now_ = time.monotonic()
             if self.nodes:
                 if gone := self.nodes.look():
@@ -198,9 +202,9 @@ class Supervisor:
                 continue
             if self.cfg.timeout is not None and now_ - self.began > self.cfg.timeout:
                 self._stacks()
-                return Verdict("timeout", f"timeout={self.cfg.timeout:g} s is used up at step {self._step()}")
+                return Verdict("timeout", f"timeout={self.cfg.timeout:g} s is used up{at_step(self._step())}")
             if now_ > self.deadline:
-                return Verdict("interrupted", f"budget.hours is used up at step {self._step()}")
+                return Verdict("interrupted", f"budget.hours is used up{at_step(self._step())}")
             if verdict := self._hang():
                 return verdict
             lead = self.watches[self.local[0]]
@@ -280,9 +284,9 @@ class Supervisor:
             summary["device_hours_wasted"] = summary["device_hours"]
         failure = self.ends.get(verdict.rank) if verdict.rank is not None else None
         if verdict.status != "ok" and failure is not None:
-            record = failure.error or {}
-            at = record.get("at", failure.at)
-            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | record
+            error = failure.error or {}
+            at = error.get("at", failure.at)
+            summary["failure"] = {"rank": failure.rank, "host": socket.gethostname(), "step": failure.step} | error
             summary["failure"] |= {"seconds_to_verdict": time.monotonic() - at} | self.quiet
         elif verdict.rank is not None and self.nodes and (theirs := self.nodes.failure(verdict.rank)):
             summary["failure"] = theirs

@@ -1,9 +1,11 @@
 """memory.recompute: which activations backward computes again instead of keeping.
 
 Checkpointing sits inside the layer and compilation outside (`Transformer.compile_layers`): the compiled backward then
-holds the recomputation and leaves out what it doesn't need. Eager or compiled, w_down's matmul is not run again. A layer that
-exchanges something with other ranks is compiled in pieces and checkpointed around them; torch's policies for single operators
-don't reach into the pieces, so full recompute keeps the choice of experts between two of them (`Choices`).
+holds the recomputation and leaves out what it doesn't need: eager or compiled, w_down's matmul is not run again.
+
+A layer that exchanges something with other ranks is compiled in pieces and checkpointed around them. Torch's policies for
+single operators don't reach into the pieces, so full recompute keeps the choice of experts between two of them (`Choices`). If experts
+exchange nothing, the last piece keeps what w_down made, and w_down runs again.
 """
 
 import functools
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from train import config
-from train.model.moe import MoE
+from train.model.moe import MoE, collect
 from train.model.transformer import Block, Transformer
 
 MODES = ("none", "full", "selective", "budget")
@@ -56,21 +58,23 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
     torch._functorch.config.activation_memory_budget = 1.0 if cfg.budget is None else cfg.budget
     # no random numbers in a layer, so nothing of the generators' state to keep
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if cfg.recompute == "selective":
-        again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, Keep(cfg.targets))
-    elif model.cfg.experts:
-        again.keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_routing)
+    policy = Keep(cfg.targets) if cfg.recompute == "selective" else keep_routing if model.cfg.experts else None
     for index, block in model.layers.named_children():  # its index in the whole model, whatever a rank has of it
         assert isinstance(block, Block)
         on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
-        block.recompute = again if on else None
-        if on and cfg.recompute == "full" and isinstance(block.ffn, MoE) and not block.one_graph:
-            block.ffn.keep = choices = Choices()
-            block.recompute = functools.partial(again, context_fn=choices.contexts)
+        if not on:
+            block.recompute = None
+        elif cfg.recompute == "full" and isinstance(block.ffn, MoE) and not block.one_graph:
+            block.recompute = functools.partial(again, context_fn=Choices(block.ffn).contexts)
+        elif policy is not None:
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            block.recompute = functools.partial(again, context_fn=contexts)
+        else:
+            block.recompute = again
 
 
 def keep_routing(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    """The policy of full recompute with experts: who was chosen, and the few integers that ranks told each other, are kept."""
+    """The policy of full recompute with experts: who was chosen, and how often on all ranks (aux_loss asks), is kept."""
     numbers = op.namespace in ALWAYS and isinstance(args[0], Tensor) and not args[0].is_floating_point()
     return CheckpointPolicy.MUST_SAVE if op._schema.name == ROUTING or numbers else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -78,32 +82,34 @@ def keep_routing(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
 class Choices:
     """The experts that a layer chose when it ran first, for when backward runs it again."""
 
-    def __init__(self) -> None:
-        # of the run that is on: its choice, and whether it is the second
-        self._now: tuple[list[Tensor], bool] | None = None
+    def __init__(self, moe: MoE) -> None:
+        self._kept: list[Tensor] | None = None  # of the micro-batch that runs; empty: for the first time
+        moe.keep = self
+        if moe.exchange is not None:
+            # a graph with it would keep what it reads, and to get there again w_down and the way home would run once more
+            moe.collect = torch.compiler.disable(collect)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the first and the second run of one micro-batch: torch.utils.checkpoint's context_fn."""
+        """Around the first and the second run of one micro-batch: torch.utils.checkpoint's context_fn. Each is for one run."""
         kept: list[Tensor] = []
-        return self._run(kept, False), self._run(kept, True)
+        return self._run(kept), self._run(kept)
 
     @contextmanager
-    def _run(self, kept: list[Tensor], again: bool) -> Iterator[None]:
-        before, self._now = self._now, (kept, again)
+    def _run(self, kept: list[Tensor]) -> Iterator[None]:
+        self._kept = kept
         try:
             yield
         finally:
-            self._now = before
+            self._kept = None
 
     @torch.compiler.disable
     def __call__(self, chosen: Tensor) -> Tensor:
         """Out of compiled graphs, which end here and go on after it."""
-        if self._now is None:
+        if self._kept is None:
             return chosen
-        kept, again = self._now
-        if not again:
-            kept.append(chosen)
-        return kept[0]
+        if not self._kept:
+            self._kept.append(chosen)
+        return self._kept[0]
 
 
 class Keep:

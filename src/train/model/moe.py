@@ -56,7 +56,9 @@ class MoE(nn.Module):
         )  # aux_loss_free: bias in coefficients
         self.exchange: Exchange | None = None  # None: this rank has all experts
         self.over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts  # sum over the ranks with other tokens
-        self.keep: Callable[[Tensor], Tensor] = lambda chosen: chosen  # see train.memory.recompute.Choices
+        # both for recompute of a layer in pieces: see train.memory.recompute.Choices
+        self.keep: Callable[[Tensor], Tensor] = lambda chosen: chosen
+        self.collect: Callable[[Tensor, Tensor, Tensor, int], Tensor] = collect
         self.aux_share = 1.0  # of a micro-batch on this rank in a step's auxiliary loss
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +78,7 @@ class MoE(nn.Module):
             rows = self.experts(rows, by_row, ends)
         else:
             rows = self.exchange(self.experts, rows, by_row, counts)
-        return collect(rows, order, inverse, k).view_as(x), counts
+        return self.collect(rows, order, inverse, k).view_as(x), counts
 
     def scores(self, flat: Tensor) -> Tensor:
         """How well each expert suits each token: [N, dim] → [N, experts], fp32 (fp64 for fp64) from the logits on."""

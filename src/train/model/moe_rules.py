@@ -45,6 +45,9 @@ def _experts(cfg: Train) -> None:
     if not 1 <= m.experts_per_token <= m.experts:
         why = f"must be between 1 and model.experts={m.experts}"
         raise ConfigError("model.experts_per_token", m.experts_per_token, why)
+    if cfg.memory.recompute == "budget":
+        why = "torch's partitioner would choose a token's experts once more in backward, maybe others; use full or selective"
+        raise ConfigError("memory.recompute", "budget", why)
     if m.force_balance and m.balance != "none":
         raise ConfigError(
             "model.force_balance", True, f"leaves model.balance={m.balance} nothing to do; set it to none"

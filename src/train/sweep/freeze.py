@@ -67,9 +67,9 @@ def identity(cfg: Train) -> str:
 
 def slug(swept: list[str], cfg: Train) -> str:
     """Readable part of a folder's name, from the overrides that differ within the grid."""
+    pairs = ((key, value.strip("'")) for key, _, value in (s.partition("=") for s in swept))
     parts = [
-        f"{k.split('.')[-1]}-{v}" if k not in ("reduction", "model", "memory", "compile", "nccl") else v
-        for k, _, v in (s.partition("=") for s in swept)
+        v if k in ("reduction", "model", "memory", "compile", "nccl") else f"{k.split('.')[-1]}-{v}" for k, v in pairs
     ]
     if cfg.repeats > 1:
         parts.append(f"r{cfg.repeat}")
