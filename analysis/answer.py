@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from analysis.rank import Ranked
+from analysis.rank import Ranked, noise
 from analysis.text import cell
 
 MAX_ANSWERS = 6
@@ -93,8 +93,8 @@ def _margin(ranked: Ranked, part: pd.DataFrame) -> str:
     if rest.empty:
         return "The only finished point."
     gap = best["log_median"] - rest["log_median"]
-    noise = np.hypot(rest["half"].fillna(0), np.nan_to_num(best["half"]))
-    ties, slower = rest[gap <= noise], rest[gap > noise]
+    off = pd.Series(np.hypot(noise(rest), noise(part)[0]), rest.index)
+    ties, slower = rest[gap <= off], rest[gap > off]
     sentences = []
     if len(ties):
         names = "; ".join(setting(ranked, row) for _, row in ties.head(SHOWN_TIES).iterrows())
@@ -102,10 +102,10 @@ def _margin(ranked: Ranked, part: pd.DataFrame) -> str:
         sentences.append(f"A tie: it can't be told apart from {names}{more} (95 % intervals).")
     if len(slower):
         row = slower.iloc[0]
-        low, middle, high = (100 * math.expm1(gap[row.name] + s * noise[row.name]) for s in (-1, 0, 1))
+        low, middle, high = (100 * math.expm1(gap[row.name] + s * off[row.name]) for s in (-1, 0, 1))
         what = "the next" if not len(ties) else "the first that is surely slower"
-        interval = f"95 % interval {low:.1f} to {high:.1f} %"
-        sentences.append(f"{middle:.1f} % faster than {what}, {setting(ranked, row)} ({interval}).")
+        interval = f" (95 % interval {low:.1f} to {high:.1f} %)" if off[row.name] else ""
+        sentences.append(f"{middle:.1f} % faster than {what}, {setting(ranked, row)}{interval}.")
     if not np.isfinite(part["half"]).any():
         sentences.append("No interval: single values or too few steps.")
     elif (part["runs"] == 1).all():

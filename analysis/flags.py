@@ -1,5 +1,6 @@
 """What makes a number doubtful: short words beside the row, each explained in the report."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def flags(
         "foreign-process": bool(dig(telemetry, "foreign_processes")) or _any_positive(kept.get("gpu/foreign")),
         "drift": drifts,
         "short": len(seconds) < 10,
-        "noisy": fit.half > 0.05,
+        "noisy": 0.05 < fit.half < math.inf,  # too few steps for an interval are `short`
         "outliers": float(np.mean(seconds > 1.5 * usual)) > 0.05,
         "data-bound": row["data_s"] > 0.05 * row["step_s"],
         "host": bool(dig(telemetry, "host_pressure")),

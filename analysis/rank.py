@@ -161,6 +161,13 @@ def _estimate(part: pd.DataFrame, between: tuple[float, float]) -> tuple[float, 
     return float(values["log_median"].mean()), math.sqrt(total), total**2 / spread if spread else 1e6
 
 
+def noise(rows: pd.DataFrame) -> np.ndarray:
+    """By how much of tokens/s (on the logarithm) each row may be off: its half-width; no end for a run with too few steps for
+    one, which could be anywhere; nothing for a value that was given without steps, and is taken as it stands."""
+    half = rows["half"].to_numpy(float)
+    return np.where(np.isfinite(half), half, np.where(rows["steady_steps"] > 0, np.inf, 0.0))
+
+
 def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     """Sorts rows, and ranks the finished ones within their provenance group.
 
@@ -175,10 +182,10 @@ def order(frame: pd.DataFrame, by: str) -> pd.DataFrame:
     with_noise = by in ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "mfu_causal", "hfu", "step_s")
     for _, part in frame[ranked].groupby("group"):
         score = -sign * np.log(part[by].to_numpy(float))
-        noise = part["half"].fillna(0).to_numpy(float) if with_noise else np.zeros(len(part))
-        frame.loc[part.index, "rank"] = shared_ranks(score, noise)
+        off = noise(part) if with_noise else np.zeros(len(part))
+        frame.loc[part.index, "rank"] = shared_ranks(score, off)
         best = int(np.argmax(score))
-        apart = score[best] - score > np.hypot(noise, noise[best])
+        apart = score[best] - score > np.hypot(off, off[best])
         frame.loc[part.index, "tie"] = ~apart & (np.arange(len(part)) != best)
         ratio = np.exp(score - score[best])
         frame.loc[part.index, "of_best"] = ratio

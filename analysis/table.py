@@ -151,11 +151,14 @@ def notes(data: Data, ranked: Ranked) -> list[str]:
     rows = ranked.rows
     finished = rows[rows["rank"].notna()]
     lines = []
-    ties = int(finished["tie"].sum())
-    if ties:
+    first = int((finished["tie"] & (finished["rank"] == 1)).sum())
+    below = int(finished["tie"].sum()) - first
+    if first:
         lines.append(
-            f"{ties} row{'s' * (ties > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
+            f"{first} row{'s' * (first > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
         )
+    if below:
+        lines.append(f"Nor can {below} row{'s' * (below > 1)} below rows that can: their own intervals are wide.")
     for point, root, difference in zip(rows["point"], rows["leaf_root"], rows["replay_difference"], strict=True):
         if isinstance(root, str):
             outcome = f"differs: {difference}" if isinstance(difference, str) else f"all passes equal, leaf root {root}"

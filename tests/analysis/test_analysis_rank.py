@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from synth import CAPACITY_GIB, Point, folder_name, standard_grid, write_point, write_sweep
 
+from analysis.answer import answers
 from analysis.census import census
 from analysis.load import STATUSES, load
 from analysis.rank import rank, shared_ranks
@@ -117,6 +118,24 @@ def test_equal_points_are_ties_and_different_ones_are_not(tmp_path):
         assert rows.iloc[2]["cfg:reduction"] == "fsdp" and rows.iloc[2]["rank"] == 3 and not rows.iloc[2]["tie"]
         ties.append(rows.iloc[1]["tie"] and list(rows["rank"]) == [1, 1, 3])
     assert np.mean(ties) >= 0.75
+
+
+def test_two_steps_decide_nothing(tmp_path):
+    """Without an interval nothing is known of the noise, which is not the same as none."""
+    few = {"steps": 3, "warmup": (8.0,)}
+    points = [Point(4, rate=50_000), Point(6, rate=40_000), Point(8, rate=60_000, **few), Point(12, rate=20_000, **few)]
+    ranked = rank(load(write_sweep(tmp_path / "s", points)))
+    rows = ranked.rows.set_index("cfg:micro_batch")
+    assert rows["half"].isna().tolist() == [mb in (8, 12) for mb in rows.index]
+    assert "noisy" not in rows.loc[8, "flags"] and "short" in rows.loc[8, "flags"]
+    assert (rows["rank"] == 1).all() and rows["tie"].sum() == 3
+    (answer,) = answers(ranked)
+    assert "faster" not in answer.margin and answer.margin.startswith("A tie: it can't be told apart from"), (
+        answer.margin
+    )
+    alone = rank(load(write_sweep(tmp_path / "t", points[:2])))
+    (answer,) = answers(alone)
+    assert "faster than the next, micro_batch=6 (95 % interval" in answer.margin and not alone.rows["tie"].any()
 
 
 def test_repeats_are_one_row_that_knows_the_variation_between_runs(tmp_path):

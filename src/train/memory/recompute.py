@@ -4,8 +4,8 @@ Checkpointing sits inside the layer and compilation outside (`Transformer.compil
 holds the recomputation and leaves out what it doesn't need: eager or compiled, w_down's matmul is not run again.
 
 A layer that exchanges something with other ranks is compiled in pieces and checkpointed around them. Torch's policies for
-single operators don't reach into the pieces, so full recompute keeps the choice of experts between two of them (`Choices`). If experts
-exchange nothing, the last piece keeps what w_down made, and w_down runs again.
+single operators don't reach into the pieces, so full recompute keeps the choice of experts between two of them (`Choices`). If
+experts exchange nothing, the last piece keeps what w_down made, and w_down runs again.
 """
 
 import functools
