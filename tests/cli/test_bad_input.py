@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.command import refused, run
 
@@ -91,6 +92,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "micro_batch=range(4,2)": ("micro_batch=range(4,2)", "has no values"),
     "micro_batch=interval(1,4)": ("micro_batch=interval(1,4)", "a,b,c"),
     # words, mappings, lists
+    "env.WORLD_SIZE=3": ("env.WORLD_SIZE=3", "is set for each rank by the launcher"),
     "device=gpu": ("device=gpu", "auto, cuda, cpu"),
     "code=old": ("code=old", "new"),
     "model=[debug,dense_1b]": ("model=[debug,dense_1b]", "the name of an option"),
@@ -232,6 +234,27 @@ def test_own_option_that_is_wrong(tmp_path: Path, file: str, text: str, words: t
     path.parent.mkdir(parents=True)
     path.write_text(text)
     refused(["--config-dir=own", "model=mine"], tmp_path, *words)
+
+
+def named(folder: Path, sweeper: str) -> list[str]:
+    """Arguments for a named grid of one's own."""
+    path = folder / "own" / "sweeps" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"# @package _global_\nhydra: {{sweeper: {sweeper}}}\n")
+    return ["--config-dir=own", "sweeps=mine"]
+
+
+@pytest.mark.parametrize("sweeper", ["{grids: [5]}", "{params: 5}"])
+def test_a_grid_that_is_none(tmp_path: Path, sweeper: str) -> None:
+    refused(named(tmp_path, sweeper), tmp_path, "hydra.sweeper.grids=5", "must list mappings of keys to values")
+
+
+def test_an_interpolation_in_a_grid_is_each_points(tmp_path: Path) -> None:
+    grid = '{device: cpu, micro_batch: "2,4", env.A: "${micro_batch}"}'
+    done = run([*named(tmp_path, f"{{grids: [{grid}]}}"), "name=x", "steps=1", "seq_len=8", "model.dim=8"], tmp_path)
+    assert done.code == 0, done.out + done.err
+    found = [yaml.safe_load(f.read_text()) for f in (tmp_path / "outputs" / "x").glob("*/config.yaml")]
+    assert sorted((c["micro_batch"], c["env"]["A"]) for c in found) == [(2, "2"), (4, "4")]
 
 
 def test_impossible_points_are_listed_and_the_rest_counts(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from train.config import ConfigError
 from train.sweep import grid
 from train.sweep.literal import literal
 from train.sweep.store import conf_dir, register
@@ -86,3 +87,27 @@ def test_a_named_grid_takes_the_command_lines_spelling(loader: ConfigLoaderImpl)
     ]
     assert [p["env"] for p in points] == [{"CUDA_DEVICE_MAX_CONNECTIONS": value} for value in ("1", "08")]
     assert all(p["nccl"]["env"]["NCCL_P2P_DISABLE"] == "2" and p["name"] == "1_1" for p in points)
+
+
+@pytest.mark.parametrize(
+    ("grids", "message"),
+    [
+        ([{"launch": "slurm"}], "launch=slurm: is for the command line, not for a grid"),
+        ([{"compile": None}], "compile=null: must be the name of an option"),
+        ([{"memory": ["none", None]}], "memory=none,null: must be the name of an option"),
+        ([{"env.A": []}], r"env.A=\[\]: has no values"),
+        ([{"env.A": 1, "+env.A": 2}], "env.A=2: is given twice in one grid"),
+        ([{"~optim.lr": None}], "~optim.lr=null: is no key of a grid"),
+        ([{"name": "a"}, {"name": "b"}], "name=b: belongs to the whole sweep, and another grid says a"),
+    ],
+)
+def test_what_no_grid_can_have(loader: ConfigLoaderImpl, grids: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        list(grid.expand(loader, grids, []))
+
+
+def test_a_variable_in_quotes_is_one_value(loader: ConfigLoaderImpl) -> None:
+    """Two of them are two, on the command line as in a grid."""
+    assert literal("env.A='a,b'") == "++env.A='a,b'"
+    points = list(grid.expand(loader, [{"env.A": ["'a,b'", "'c'"], "recipe": None}], []))
+    assert [p.overrides for p in points] == [["++env.A='a,b'"], ["++env.A='c'"]]

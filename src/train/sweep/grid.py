@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from train import names
 from train.config import ConfigError
 from train.sweep.literal import literal
 
@@ -46,12 +47,13 @@ NOT_SWEPT = (
 def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[str]) -> Iterator[Point]:
     """Every combination of every grid; what the command line says wins over a named grid's key.
 
-    Raises ConfigError for a sweep over a key that belongs to the whole sweep.
+    Raises ConfigError for a sweep over a key that belongs to the whole sweep, and for what no grid can have.
     """
+    _check(grids)
     parser = OverridesParser.create(config_loader=loader)
     given = {o.get_key_element(): o for o in parser.parse_overrides(arguments)}
     for grid in grids:
-        lines = [literal(f"{k}={as_text(v)}") for k, v in grid.items()]
+        lines = [literal(f"{k}={as_text(v)}") for k, v in grid.items() if (k, v) != ("recipe", None)]
         overrides = {o.get_key_element(): o for o in parser.parse_overrides(lines)} | given
         choices: list[list[str]] = []
         swept: list[bool] = []
@@ -75,6 +77,29 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
             swept.append(True)
         for combo in itertools.product(*choices):
             yield Point(list(combo), [c.lstrip("+~") for c, s in zip(combo, swept, strict=True) if s])
+
+
+def _check(grids: list[dict[str, Any]]) -> None:
+    """What the command line refuses too, or what only it can say. Raises ConfigError."""
+    whole: dict[str, str] = {}
+    for grid in grids:
+        seen: set[str] = set()
+        for key, value in grid.items():
+            bare, text = key.lstrip("+~"), as_text(value)
+            if not bare or key.startswith("~"):
+                raise ConfigError(key or "''", text, "is no key of a grid")
+            if bare in seen:
+                raise ConfigError(bare, text, "is given twice in one grid")
+            seen.add(bare)
+            if bare in ("launch", "sweeps"):
+                raise ConfigError(bare, text, "is for the command line, not for a grid")
+            values = value if isinstance(value, list) else [value]
+            if not values:
+                raise ConfigError(bare, "[]", "has no values")
+            if names.is_group(bare) and None in values and key != "recipe":
+                raise ConfigError(bare, text, "must be the name of an option")
+            if bare in NOT_SWEPT and bare != "recipe" and whole.setdefault(bare, text) != text:
+                raise ConfigError(bare, text, f"belongs to the whole sweep, and another grid says {whole[bare]}")
 
 
 @dataclass

@@ -24,19 +24,22 @@ def literal(override: str) -> str:
     """One override with its value quoted where it is meant as text."""
     key, eq, value = override.partition("=")
     bare = key.lstrip("+")
-    if not eq or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
+    variable = bare.startswith(("env.", "nccl.env."))
+    if not eq:
         return override
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return f"++{bare}={value}" if variable else override
     if bare in LITERAL:
         return override if value in ("null", "") else f"{key}={quoted(value)}"
     if bare in PATHS and (Path(value).expanduser().exists() or not _parses(override)):
         return f"{key}={quoted(value)}"
     if bare.startswith("launch.sbatch."):
         return f"++{bare}={quoted(value)}"
-    if bare.startswith(("env.", "nccl.env.")):
+    if variable:  # its mapping is typed, and closed but for ++
         parts = value.split(",")
         as_text = all(PLAIN.fullmatch(p) for p in parts) or not _parses(override)
         text = ",".join(quoted(p) for p in parts) if as_text else value
-        return f"++{bare}={text}"  # a typed mapping is closed otherwise
+        return f"++{bare}={text}"
     return override
 
 

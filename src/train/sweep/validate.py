@@ -126,6 +126,8 @@ def values(cfg: Train) -> None:
         raise ConfigError("round.bits", cfg.round.bits, "must be 32, 8 or 4")
     for key in ("env", "nccl.env"):
         for name, value in dict(get(cfg, key)).items():  # type: ignore[call-overload]
+            if environment.LAUNCHER.fullmatch(name):
+                raise ConfigError(f"{key}.{name}", value, "is set for each rank by the launcher")
             if "=" in name or "\0" in f"{name}{value}" or not name:
                 raise ConfigError(f"{key}.{name}", value, "is not an environment variable")
             if name in ALLOCATOR_NAMES:
