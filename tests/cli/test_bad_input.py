@@ -257,6 +257,14 @@ def test_an_interpolation_in_a_grid_is_each_points(tmp_path: Path) -> None:
     assert sorted((c["micro_batch"], c["env"]["A"]) for c in found) == [(2, "2"), (4, "4")]
 
 
+def test_a_plan_of_a_named_sweep_knows_what_is_done(tmp_path: Path) -> None:
+    args = ["name=x", "device=cpu", "steps=1", "seq_len=8", "model.dim=8"]
+    done = run(["global_batch=8,7", *args], tmp_path)
+    assert done.code == 0 and "x: 2 points, 1 invalid" in done.out, done.out + done.err
+    plan = run(["global_batch=8,7,16", *args, "plan=true"], tmp_path)
+    assert [line.split()[0] for line in plan.out.splitlines()[:3]] == ["ok", "invalid", "pending"], plan.out
+
+
 def test_impossible_points_are_listed_and_the_rest_counts(tmp_path: Path) -> None:
     done = run(["global_batch=8,7", "plan=true"], tmp_path)
     assert done.code == 0

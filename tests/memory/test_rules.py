@@ -1,8 +1,11 @@
 """Values and pairs of memory keys that can't be, each with one line."""
 
+from collections import namedtuple
+
 import pytest
 
 from train import config
+from train.measure.flops import param_count
 from train.memory import rules
 from train.sweep import validate
 
@@ -72,3 +75,17 @@ def test_what_can_be() -> None:
     rules.combination(cfg({"recompute": "selective", "every": 3, "targets": ["aten::mm"]}, {"grad_dtype": "fp32"}), 2)
     rules.combination(cfg({"optimizer_offload": "full"}, {"name": "sign_sgd", "clip_norm": None}), 2)
     rules.combination(cfg({}, {"grad_dtype": "fp32"}, reduction="ddp"), 1)
+
+
+def test_a_model_that_cpu_ranks_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = cfg({}, {}, device="cpu")
+    base.model = config.Model("wide", 4096, 32, 32, 8, 128, 16384, 32000)
+    gib = 8 * param_count(base.model) / 2**30
+    memory = namedtuple("memory", "total")
+    monkeypatch.setattr(rules.psutil, "virtual_memory", lambda: memory(int((gib + 1) * 2**30)))
+    assert rules.too_large(base) is None
+    monkeypatch.setattr(rules.psutil, "virtual_memory", lambda: memory(int((gib - 1) * 2**30)))
+    why = f"model=wide: needs {gib:.0f} GiB of this host's memory for weights and gradients alone; it has {gib - 1:.0f} GiB"
+    assert rules.too_large(base) == why
+    base.device = "cuda"
+    assert rules.too_large(base) is None

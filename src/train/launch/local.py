@@ -145,7 +145,9 @@ class Local:
         if self.cfg.prune:
             todo = self._prune_known(todo)
         total = len(self.sweep.points)
-        kept = f", {total - len(todo)} kept" if len(todo) < total else ""
+        invalid = sum(p.invalid is not None for p in self.sweep.points)
+        counts = {"kept": total - len(todo) - invalid, "invalid": invalid}
+        kept = "".join(f", {count} {what}" for what, count in counts.items() if count)
         expected = self.estimate.total([p.cfg for p in todo]) if todo else None
         about = f", about {readable(expected)} to go" if expected is not None else ""
         self.say(f"{self.sweep.path.name}: {total} point{'s' * (total != 1)}{kept}{about}")

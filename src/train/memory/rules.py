@@ -1,6 +1,11 @@
 """What memory.* and the optimizer's memory keys must satisfy before anything starts, without torch."""
 
+from typing import Optional
+
+import psutil
+
 from train.config import ConfigError, Train
+from train.measure.flops import param_count
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "memory.recompute": ("none", "full", "selective", "budget"),
@@ -74,3 +79,13 @@ def layout(cfg: Train, degrees: dict[str, int]) -> None:
     m, tp = cfg.memory, degrees["tp"]
     if tp > 1 and m.lm_head_kernel == "torch":
         raise ConfigError("memory.lm_head_kernel", "torch", f"takes the whole vocabulary; with tp={tp} it must be own")
+
+
+def too_large(cfg: Train) -> Optional[str]:
+    """Why CPU ranks on this host can't hold a resolved point, or None. A lower bound: weights and gradients of one copy of the
+    model, fp32 or bf16 with masters, whatever the ranks share; a point that needs more may still run out of memory."""
+    need, have = 8 * param_count(cfg.model), psutil.virtual_memory().total
+    if cfg.device != "cpu" or need <= have:
+        return None
+    why = f"needs {need / 2**30:.0f} GiB of this host's memory for weights and gradients alone; it has {have / 2**30:.0f} GiB"
+    return str(ConfigError("model", cfg.model.name, why))

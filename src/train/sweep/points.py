@@ -11,6 +11,7 @@ from train.data import corpus
 from train.kernels import names
 from train.launch import environment
 from train.launch.slurm import options as slurm
+from train.memory import rules as memory_rules
 from train.model import fp8_rules
 from train.parallel import mesh, stages
 from train.sweep import freeze, validate
@@ -102,6 +103,8 @@ def freeze_all(checked_points: list[tuple[Point, Train]], host: dict[str, Any], 
             else:
                 resolve_host(cfg, host, cores)
                 invalid = resolve(cfg, contents) or fp8_rules.impossible(cfg, host)
+                if not cfg.plan:  # a plan for GPUs may be made on a laptop
+                    invalid = invalid or memory_rules.too_large(cfg)
             identity = freeze.identity(cfg)
             if identity in out:
                 out[identity].merged.append(point.overrides)

@@ -17,10 +17,12 @@ from omegaconf import DictConfig
 from train.config import ConfigError, Train
 from train.launch import environment, local, starters
 from train.launch.classify import FAILED
+from train.launch.prune import KEPT
 from train.launch.slurm import claims
 from train.launch.supervisor import Stop
 from train.launch.tell import fill_standard_files, say
 from train.sweep import ending, folder, grid, points, progress, snapshot
+from train.sweep.freeze import read_json
 from train.sweep.store import PACKAGE
 
 
@@ -120,8 +122,9 @@ def _run(
         say(f"{merged} equal point{'s' if merged > 1 else ''} merged")
     if cfg.plan:
         for p in frozen:
-            status = f"invalid  {p.folder}  ({p.invalid})" if p.invalid else f"pending  {p.folder}"
-            say(f"{status}  {' '.join(p.overrides)}")
+            known = (read_json(Path(cfg.out, cfg.name, p.folder, "status.json")) or {}) if cfg.name else {}
+            status = "invalid" if p.invalid else known["status"] if known.get("status") in KEPT else "pending"
+            say(f"{status:<10} {p.folder}  {f'({p.invalid})  ' if p.invalid else ''}{' '.join(p.overrides)}")
         say(f"{len(frozen)} point{'s' * (len(frozen) != 1)}; nothing was written")
     if all(p.invalid for p in frozen):
         reasons = Counter(p.invalid for p in frozen)
