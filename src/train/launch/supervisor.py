@@ -231,6 +231,8 @@ class Supervisor:
         return any((self.scratch / f"error-{r}.json").exists() for r in self.local if r not in self.ends)
 
     def _step(self) -> int:
+        for w in self.watches.values():
+            w.look()  # the last look may be a step ago
         return max(w.step for w in self.watches.values())
 
     def _hang(self) -> Optional[Verdict]:
