@@ -158,7 +158,10 @@ def notes(data: Data, ranked: Ranked) -> list[str]:
             f"{first} row{'s' * (first > 1)} can't be told apart from the best of the group (95 % intervals): a tie."
         )
     if below:
-        lines.append(f"Nor can {below} row{'s' * (below > 1)} below rows that can: their own intervals are wide.")
+        lines.append(
+            f"{below} row{'s' * (below > 1)} ranked below a surely slower one can't be told apart from the best either:"
+            f" {'their own intervals are' if below > 1 else 'its own interval is'} wide."
+        )
     for point, root, difference in zip(rows["point"], rows["leaf_root"], rows["replay_difference"], strict=True):
         if isinstance(root, str):
             outcome = f"differs: {difference}" if isinstance(difference, str) else f"all passes equal, leaf root {root}"
