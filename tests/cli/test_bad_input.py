@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "code=old": ("code=old", "new"),
     "model=[debug,dense_1b]": ("model=[debug,dense_1b]", "the name of an option"),
     "model={name:x}": ("model={name:x}", "the name of an option"),
+    "memory=none,null": ("memory=none,null", "the name of an option"),
     "optim=null": ("optim=null", "the name of an option"),
     "model.name={a:1}": ("model.name={a:1}", "text"),
     "env=3": ("env=3", "a mapping"),

@@ -80,7 +80,8 @@ class Ranks:
             return
         if any(psutil.Process(rank.pid).num_threads() > MANY_THREADS for rank in self.processes):
             self.close()
-        self._signal(signal.SIGSTOP)
+        else:
+            self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
         for rank in self.processes:

@@ -159,9 +159,8 @@ class Cluster:
     def start_munge(self) -> None:
         """munged."""
         folder = self.folder
-        (folder / "munge.socket").unlink(
-            missing_ok=True
-        )  # one that was killed leaves it, and the wait below is for the new one
+        # one that was killed leaves it, and the wait below is for the new one
+        (folder / "munge.socket").unlink(missing_ok=True)
         self.start(
             "munged", "munged", "-F", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket",
             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log",

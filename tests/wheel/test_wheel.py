@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_docs import blocks
 from tests.helpers import ROOT, TINY
 
 pytestmark = pytest.mark.slow
@@ -71,6 +72,19 @@ def test_the_same_commands_work_in_an_empty_folder(venv: Path, tmp_path: Path) -
     assert done.returncode == 0 and done.stdout.count("pending") == 20 - 2, done.stdout + done.stderr
     done = run(venv, "python", "-m", "train", "micro_batc=1", cwd=tmp_path)
     assert done.returncode == 2 and "did you mean micro_batch?" in done.stderr
+
+
+def test_the_readmes_commands(venv: Path, tmp_path: Path) -> None:
+    """The two lines on pip are the fixture's; the rest as it stands there, cut to three short steps."""
+    ((make, install, *rest),) = [commands for kind, commands in blocks(ROOT / "README.md") if kind == "setup"]
+    assert make.startswith("pip wheel --no-deps ") and install.startswith("pip install ")
+    assert list(venv.parents[1].glob(Path(install.split()[-1]).name)), "the wheel has another name"
+    for command in rest:
+        name, *args = command.split()
+        short = [*TINY, "steps=3"] if name == "mfu-sweep" else []
+        done = run(venv, name, *args, *(s for s in short if s.partition("=")[0] not in command), cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "outputs" / "first" / "report.html").exists()
 
 
 def test_own_option_from_own_folder(venv: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ experts exchange nothing, the last piece keeps what w_down made, and w_down runs
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -59,18 +59,16 @@ def apply(model: Transformer, cfg: config.Memory) -> None:
     # no random numbers in a layer, so nothing of the generators' state to keep
     again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     policy = Keep(cfg.targets) if cfg.recompute == "selective" else keep_routing if model.cfg.experts else None
+    by_operator = policy and functools.partial(create_selective_checkpoint_contexts, policy)
     for index, block in model.layers.named_children():  # its index in the whole model, whatever a rank has of it
         assert isinstance(block, Block)
         on = cfg.recompute in ("full", "selective") and int(index) % cfg.every == 0
-        if not on:
-            block.recompute = None
-        elif cfg.recompute == "full" and isinstance(block.ffn, MoE) and not block.one_graph:
-            block.recompute = functools.partial(again, context_fn=Choices(block.ffn).contexts)
-        elif policy is not None:
-            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-            block.recompute = functools.partial(again, context_fn=contexts)
-        else:
-            block.recompute = again
+        block.recompute = None
+        if on:
+            contexts: Callable[[], Any] | None = by_operator
+            if cfg.recompute == "full" and isinstance(block.ffn, MoE) and not block.one_graph:
+                contexts = Choices(block.ffn).contexts
+            block.recompute = functools.partial(again, context_fn=contexts) if contexts else again
 
 
 def keep_routing(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:

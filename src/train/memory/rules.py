@@ -84,8 +84,10 @@ def layout(cfg: Train, degrees: dict[str, int]) -> None:
 def too_large(cfg: Train) -> Optional[str]:
     """Why CPU ranks on this host can't hold a resolved point, or None. A lower bound: weights and gradients of one copy of the
     model, fp32 or bf16 with masters, whatever the ranks share; a point that needs more may still run out of memory."""
+    if cfg.device != "cpu":
+        return None
     need, have = 8 * param_count(cfg.model), psutil.virtual_memory().total
-    if cfg.device != "cpu" or need <= have:
+    if need <= have:
         return None
     why = f"needs {need / 2**30:.0f} GiB of this host's memory for weights and gradients alone; it has {have / 2**30:.0f} GiB"
     return str(ConfigError("model", cfg.model.name, why))

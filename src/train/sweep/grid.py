@@ -75,12 +75,15 @@ def expand(loader: ConfigLoader, grids: list[dict[str, Any]], arguments: list[st
             if not choices[-1]:
                 raise ConfigError(bare, typed, "has no values")
             swept.append(True)
+        for (key, o), lines in zip(overrides.items(), choices, strict=True):
+            if f"{key}=null" in lines and names.is_group(bare := key.lstrip("+")):
+                raise ConfigError(bare, (o.input_line or "").partition("=")[2], "must be the name of an option")
         for combo in itertools.product(*choices):
             yield Point(list(combo), [c.lstrip("+~") for c, s in zip(combo, swept, strict=True) if s])
 
 
 def _check(grids: list[dict[str, Any]]) -> None:
-    """What the command line refuses too, or what only it can say. Raises ConfigError."""
+    """Keys that no grid, or only the command line, can have. Raises ConfigError."""
     whole: dict[str, str] = {}
     for grid in grids:
         seen: set[str] = set()
@@ -93,11 +96,8 @@ def _check(grids: list[dict[str, Any]]) -> None:
             seen.add(bare)
             if bare in ("launch", "sweeps"):
                 raise ConfigError(bare, text, "is for the command line, not for a grid")
-            values = value if isinstance(value, list) else [value]
-            if not values:
+            if value == []:
                 raise ConfigError(bare, "[]", "has no values")
-            if names.is_group(bare) and None in values and key != "recipe":
-                raise ConfigError(bare, text, "must be the name of an option")
             if bare in NOT_SWEPT and bare != "recipe" and whole.setdefault(bare, text) != text:
                 raise ConfigError(bare, text, f"belongs to the whole sweep, and another grid says {whole[bare]}")
 
