@@ -78,12 +78,11 @@ class Trial:
     def reach(self, phase: str, step: int = -1) -> None:
         """Wait until every rank is in `phase`, and in `step` or later."""
         order = ("start", "build", "train", "end")
+        there_or_later = order[order.index(phase) :]  # a phase that is read while it is written is none of them
 
         def there() -> bool:
             watches = list(self.supervisor.watches.values()) if hasattr(self.supervisor, "watches") else []
-            return len(watches) == 2 and all(
-                w.count and order.index(w.phase) >= order.index(phase) and w.step >= step for w in watches
-            )
+            return len(watches) == 2 and all(w.count and w.phase in there_or_later and w.step >= step for w in watches)
 
         wait_for(f"{phase} {step}", lambda: there() or self.verdict)
         assert self.verdict is None, self.verdict
