@@ -261,8 +261,11 @@ def one_step(dp: Any, dims: Dims, case: Case, step: int, device: torch.device = 
         return loss if line.last else float("nan")
     tokens, targets = (t.chunk(case.grad_accum) for t in mine)
     losses = []
+    # Inductor waits for the GPU when it compiles, and DDP once, when it orders its buckets anew after the first step
+    waits = case.backend == "inductor" and step == 0 or case.reduction == "ddp" and step == 1
+    watched = CPU if waits else device
     for i in range(case.grad_accum):
-        with no_host_synchronisation(device), dp.micro_step(i, case.grad_accum):
+        with no_host_synchronisation(watched), dp.micro_step(i, case.grad_accum):
             loss = dp.module(tokens[i], targets[i]) / case.grad_accum
             loss.backward()
         losses.append(loss.detach())
