@@ -12,6 +12,7 @@ from train.kernels import adamw, loss, norm, ordered
 from train.model import loss as plain_loss
 
 ALL = "adamw+loss+swiglu+rope+norm"  # every kernel that goes with the others
+STACKED = "adamw+loss+norm+stacked"
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
 

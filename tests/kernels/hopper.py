@@ -54,8 +54,9 @@ def all_kernels() -> list[dict[str, Any]]:
     }  # fmt: skip
     elementwise = {"WIDE": tl.float32, "BLOCK": swiglu.BLOCK}
     backward = dict.fromkeys(("grad", "gate", "up", "d_gate", "d_up", "out"), BF16)
-    strides = dict.fromkeys(("q_row", "q_at", "q_head", "k_row", "k_at", "k_head"), "i32*")
-    tables = {"q": BF16, "k": BF16, "out_q": BF16, "out_k": BF16, "cos": F32, "sin": F32}
+    lines = {"width": "i32*", "stride": "i32*", "blocks": "i32"}
+    strides = {f"{x}_{along}": "i32*" for x in "qkv" for along in ("row", "at", "head")} | {"to_q_at": "i32*", "to_k_at": "i32*"}
+    tables = dict.fromkeys(("q", "k", "v", "out_q", "out_k", "out_v"), BF16) | {"cos": F32, "sin": F32}
     rows = "residual", "grad", "second", "third", "x", "weight", "out"
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}
     return [
@@ -66,8 +67,8 @@ def all_kernels() -> list[dict[str, Any]]:
             {"logits": BF16, "targets": I64, "losses": F32, "stride": "i32*"},
             loss.WARPS, WEIGHT=2.0**-15, VOCAB=32768, WIDE=tl.float32, BLOCK=loss.BLOCK,
         ),
-        compiled(swiglu.swiglu_kernel, {"gate": BF16, "up": BF16, "out": BF16, "n": "i32*"}, swiglu.WARPS, **elementwise),
-        compiled(swiglu.swiglu_backward_kernel, {**backward, "n": "i32*"}, swiglu.WARPS, AGAIN=True, **elementwise),
+        compiled(swiglu.swiglu_kernel, {"gate": BF16, "up": BF16, "out": BF16, **lines}, swiglu.WARPS, **elementwise),
+        compiled(swiglu.swiglu_backward_kernel, {**backward, **lines}, swiglu.WARPS, AGAIN=True, **elementwise),
         *(
             compiled(
                 norm.rms_norm_backward_kernel,
@@ -82,7 +83,15 @@ def all_kernels() -> list[dict[str, Any]]:
             RANKS=2, RANK=1, ADD=False, BLOCK=ordered.BLOCK,
         ),
         compiled(
-            rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS, SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8,
+            norm.column_sums_kernel, {"partials": F32, "out": BF16, "rows": "i32"}, 4,
+            DIM=2048, ROUNDS=9, ROWS=norm.ROWS, COLUMNS=norm.COLUMNS,
+        ),
+        *(
+            compiled(
+                rope.rope_kernel, {**tables, **lengths, **strides}, rope.WARPS,
+                SIGN=-1, HALF=64, LANES=64, HEADS=16, KV_HEADS=8, COPY=copy,
+            )
+            for copy in (False, True)
         ),
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.kernels import given
 from tests.kernels.given import randn
-from train.kernels import backend, rope, swiglu
+from train.kernels import backend, rope, stacked, swiglu
 from train.model import rope as plain_rope
 
 assert backend.triton_runs(torch.device("cpu"))
@@ -64,6 +64,33 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype, inverse: bo
     got = rope.rope(q, k, cos, sin, inverse)
     given.close(got, plain_rope.turn(q, k, cos, -sin if inverse else sin), ulps=1)
     assert got[0].is_contiguous() and got[1].is_contiguous()
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (3, 1, 24)])
+def test_joint_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype, inverse: bool) -> None:
+    """Of parts of one tensor, as the matmul leaves them, and of parts that lie as attention's gradients may."""
+    rows = randn(2, 5, heads + 2 * kv_heads, d, dtype=dtype)
+    q, k, v = rows.split((heads, kv_heads, kv_heads), 2)
+    if inverse:
+        q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, v))
+    angle = randn(5, d // 2, seed=2, dtype=given.WIDE[dtype])
+    arguments = q, k, v, angle.cos(), angle.sin(), inverse
+    got = stacked.joint_rope(*arguments)
+    given.close([got], [plainly(stacked.joint_rope, *arguments)], ulps=1)
+    assert got.shape == rows.shape and got.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ffn", [1000, 2048, 2056])
+def test_joint_swiglu(ffn: int, dtype: torch.dtype) -> None:
+    rows, grad = randn(2, 3, 2 * ffn, dtype=dtype) * 4, randn(2, 3, ffn, seed=1, dtype=dtype)
+
+    def both() -> list[Tensor]:
+        return [stacked.joint_product(rows), stacked.joint_backward(grad, rows)]
+
+    given.close(both(), plainly(both), ulps=1 if dtype == torch.bfloat16 else 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

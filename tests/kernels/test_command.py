@@ -65,6 +65,23 @@ def test_values_that_are_none(value: str) -> None:
             {"compile.name": "layer", "precision.name": "fp8", "precision.scaling": "tensorwise"},
             "swiglu_down has w_down's",
         ),
+        ("stacked+rope", {}, "stacked takes the place of swiglu, swiglu_down and rope; without it: rope"),
+        ("stacked", {"reduction.name": "fsdp"}, "stacked wants weights to stay where they are, reduction=fsdp moves them"),
+        (
+            "stacked",
+            {"reduction.name": "zero2o", "parallelism.dp_shard": 2},
+            "stacked wants weights to stay where they are, reduction=zero2o moves them",
+        ),
+        ("stacked", {"model.experts": 4}, "stacked is of a dense layer"),
+        ("stacked", {"model.qk_norm": True}, "stacked turns q and k as they come"),
+        ("stacked", {"precision.name": "fp8", "precision.scaling": "rowwise"}, "stacked makes one matmul of two or three"),
+        ("stacked", {"memory.recompute": "selective"}, "stacked would make memory.recompute=selective keep q too"),
+        ("stacked", {"memory.recompute": "budget"}, "stacked was not tried with memory.recompute=budget"),
+        ("stacked", {"memory.activation_offload": True}, "stacked was not tried with memory.activation_offload"),
+        ("stacked", {"memory.optimizer_offload": "full"}, "stacked was not tried with memory.optimizer_offload"),
+        ("stacked", {"parallelism.cp": 2}, "stacked was not tried with cp above 1, here cp=2"),
+        ("stacked", {"parallelism.async_tp": True}, "stacked was not tried with parallelism.async_tp"),
+        ("stacked", {"parallelism.pp": 2, "parallelism.pp_schedule": "zbv"}, "stacked has one backward"),
         ("carry", {}, "carry saves what Inductor fuses with the sum: needs compile=layer; without it: inductor"),
         ("loss+carry", {"compile.name": "layer", "model.experts": 4}, "carry is of a dense layer, here are experts; "),
         (
@@ -93,6 +110,7 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
         group, name = key.split(".")
         setattr(getattr(wrong, group), name, value)
     degrees = dict.fromkeys(mesh.DIMS, 1) | {d: getattr(wrong.parallelism, d) for d in ("pp", "cp", "tp")}
+    degrees["dp_shard"] = max(1, int(wrong.parallelism.dp_shard))
     with pytest.raises(config.ConfigError) as caught:
         names.combination(wrong, degrees)
     assert f"compile.kernels={kernels}: {line}" in str(caught.value)

@@ -42,7 +42,10 @@ def gradients(kernels: str, mode: str, backend: str | None, dtype: torch.dtype) 
 @pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
 @pytest.mark.parametrize(
     ("mode", "kernels"),
-    [("none", given.ALL), ("full", given.ALL), ("selective", given.ALL), ("none", "rope+swiglu_down")],
+    [
+        ("none", given.ALL), ("full", given.ALL), ("selective", given.ALL), ("none", "rope+swiglu_down"),
+        ("none", "stacked"), ("none", given.STACKED), ("full", given.STACKED),
+    ],  # fmt: skip
 )
 def test_equal_to_the_plain_model(kernels: str, mode: str, backend: str | None) -> None:
     want = gradients("inductor", "none", None, torch.float64)
@@ -115,6 +118,38 @@ def test_each_readers_gradient_comes_from_its_matmul_to_the_norm_and_nothing_is_
     assert [len(n.args[1]) for n in norms] == [2, 3]
     for grad in (g for n in norms for g in n.args[1]):
         assert (str(grad.target), str(grad.args[0].target)) == ("aten.view.default", "aten.mm.default")
+
+
+def test_stacked_makes_one_matmul_of_two_and_three_and_copies_nothing() -> None:
+    """As Inductor gets it: a view of the weights, whole gradients of them, and no concatenation."""
+
+    def count(graph: fx.Graph, name: str) -> int:
+        return sum(n.target == getattr(torch.ops.aten, name).default for n in graph.nodes)
+
+    (plain_forward, plain_backward), (forward, backward) = graphs("norm"), graphs("norm+stacked")
+    assert [count(g, "mm") for g in (plain_forward, plain_backward)] == [7, 14]
+    assert [count(g, "mm") for g in (forward, backward)] == [4, 8]
+    for graph, plain in ((forward, plain_forward), (backward, plain_backward)):
+        assert count(graph, "cat") == 0  # inductor's rotation has them
+        assert count(graph, "clone") <= count(plain, "clone")  # attention's
+
+
+def test_stacked_weights_are_one_tensor_that_updates_reach() -> None:
+    model = build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    apply.apply(model, configured("stacked", config.Memory("m")), torch.device("cpu"))
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+    attention, ffn = model.layers[0].attention, model.layers[0].ffn
+    for stack, parts in ((attention.stack, ("wq", "wk", "wv")), (ffn.stack, ("w_gate", "w_up"))):
+        owner = attention if "wq" in parts else ffn
+        with torch.no_grad():
+            for part in parts:
+                getattr(owner, part).weight.add_(1)
+        assert torch.equal(stack, torch.cat([getattr(owner, part).weight for part in parts]))
+    model(*tokens()).backward()
+    grads = [getattr(attention, part).weight.grad for part in ("wq", "wk", "wv")]
+    assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, "one tensor, no copies"
 
 
 @pytest.mark.slow

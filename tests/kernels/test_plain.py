@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.kernels import given
 from train import config
-from train.kernels import adamw, loss, norm, rope, swiglu
+from train.kernels import adamw, loss, norm, rope, stacked, swiglu
 from train.model import loss as plain_loss
 from train.model import rope as plain_rope
 from train.parallel.adamw import AdamW, Piece
@@ -137,6 +137,11 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
     angle = randn(3, 2)
     q = randn(2, 3, 2, 4).requires_grad_()
     torch.library.opcheck(rope.rope, (q, q.detach().clone(), angle.cos(), angle.sin(), False))
+    rows = randn(2, 3, 4, 4)
+    for inverse in (False, True):
+        torch.library.opcheck(stacked.joint_rope, (*rows.split((2, 1, 1), 2), angle.cos(), angle.sin(), inverse))
+    torch.library.opcheck(stacked.joint_product, (rows,))
+    torch.library.opcheck(stacked.joint_backward, (randn(2, 3, 4, 2), rows))
     for readers in (1, 3):
         residual, x, *grads = (randn(2, 3, 4, seed=i) for i in range(2 + readers))
         torch.library.opcheck(norm.backward, (residual, grads, x, randn(4), 1e-5))

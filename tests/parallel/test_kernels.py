@@ -53,8 +53,11 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
         Case("zero2o", kernels=given.ALL, memory=(("recompute", "selective"), ("lm_head_chunk", 7))),
         Case("ddp", kernels=given.ALL, memory=(("activation_offload", True),)),
         Case("ddp", model="even_moe", layers=1, kernels="norm", memory=(("recompute", "full"),)),
+        Case("ddp", kernels=given.STACKED, grad_accum=2),
+        Case("ddp", model="even", tp=2, kernels="adamw+norm+stacked"),
+        Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.STACKED),
     ],
-    ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}",
+    ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}-{c.kernels.rpartition('+')[2]}",
 )
 def test_meshes_and_levers(two: Ranks, case: Case) -> None:
     check(two, case)

@@ -51,8 +51,9 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, slope = ctx.saved_tensors
-        scale = outputs[0].to(slope.dtype)
         want_x, want_weight = ctx.needs_input_grad[:2]
-        grad_x = (slope @ weight).mul_(scale).view_as(hidden) if want_x else None
-        grad_weight = (slope.t() @ hidden.flatten(0, 1)).mul_(scale) if want_weight else None
+        grad_x = (slope @ weight).view_as(hidden) if want_x else None
+        grad_weight = slope.t() @ hidden.flatten(0, 1) if want_weight else None
+        made = [g for g in (grad_x, grad_weight) if g is not None]
+        torch._foreach_mul_(made, outputs[0].to(slope.dtype))  # in one launch, of wide loads
         return grad_x, grad_weight, None

@@ -6,7 +6,7 @@ from train.config import ConfigError, Train
 from train.names import nearest
 from train.parallel import stages
 
-NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "carry")
+NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "carry", "stacked")
 FUSED = ("adamw", "loss", "norm", "carry")  # the others only match what Inductor makes: docs/kernels.md
 
 
@@ -27,8 +27,8 @@ def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
     left_out = {name for name, _ in _refusals(cfg, degrees)}
     if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
-        # its gain is measured against Inductor's; the host, which eager layers wait for, has more to do
-        left_out.add("norm")
+        # their gain is measured against Inductor's; the host, which eager layers wait for, has more to do
+        left_out |= {"norm", "stacked"}
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 
 
@@ -60,12 +60,14 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
     names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
     twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
+    reduction, ranks = cfg.reduction.name, degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
+    moves = reduction == "fsdp" or reduction != "ddp" and ranks > 1
     for name, refused, why in (
         ("adamw", cfg.optim.name != "adamw", "is optim=adamw's update"),
         ("adamw", memory.optimizer_offload != "none", "wants its state on the device: memory.optimizer_offload=none"),
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
-        *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm")),
+        *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "stacked")),
         ("norm", cfg.model.norm_eps == 0, "needs model.norm_eps above 0"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
@@ -85,6 +87,17 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("swiglu_down", cfg.compile.name == "none", "needs compile=layer"),
         ("swiglu_down", cfg.precision.name == "fp8", "has w_down's matmul in it, which precision=fp8 makes in fp8"),
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
+        ("stacked", bool({"swiglu", "swiglu_down", "rope"} & set(names)), "takes the place of swiglu, swiglu_down and rope"),
+        ("stacked", moves, f"wants weights to stay where they are, reduction={reduction} moves them"),
+        ("stacked", cfg.precision.name == "fp8", "makes one matmul of two or three, which precision=fp8 scales apart"),
+        ("stacked", cfg.model.experts > 0, "is of a dense layer, here are experts"),
+        ("stacked", cfg.model.qk_norm, "turns q and k as they come, model.qk_norm=true norms them before"),
+        ("stacked", memory.recompute == "selective", "would make memory.recompute=selective keep q too"),
+        ("stacked", memory.recompute == "budget", "was not tried with memory.recompute=budget"),
+        ("stacked", memory.activation_offload, "was not tried with memory.activation_offload"),
+        ("stacked", memory.optimizer_offload != "none", "was not tried with memory.optimizer_offload"),
+        ("stacked", degrees["cp"] > 1, f"was not tried with cp above 1, here cp={degrees['cp']}"),
+        ("stacked", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
     ):
         if name in names and refused:
             yield name, why

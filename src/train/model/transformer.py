@@ -31,6 +31,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.path = cfg.head_dim, path
         self.across: Across | None = None  # attention over ranks: see train.parallel.context
+        self.qkv = qkv  # or train.kernels.stacked's
+        self.stack: Tensor | None = None  # wq, wk and wv as one matrix: see there
         self.turn = rope.turn  # or train.kernels.rope's
         self.wq = nn.Linear(cfg.dim, cfg.heads * cfg.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, cfg.kv_heads * cfg.head_dim, bias=False)
@@ -40,11 +42,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else None
 
     def forward(self, x: Aliased, cos: Tensor, sin: Tensor) -> Tensor:
-        maps = project(x, self.wq, self.wk, self.wv)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in maps)  # [B, T, heads, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.turn(q, k, cos, sin)
+        q, k, v = self.qkv(self, x, cos, sin)
         if self.across is None:
             out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.path).transpose(1, 2)
         else:
@@ -60,12 +58,29 @@ class FeedForward(nn.Module):
         self.w_gate = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_up = nn.Linear(cfg.dim, cfg.ffn, bias=False)
         self.w_down = nn.Linear(cfg.ffn, cfg.dim, bias=False)
+        self.hidden = hidden  # or train.kernels.stacked's
+        self.stack: Tensor | None = None  # w_gate and w_up as one matrix: see there
         self.gated = gated  # or train.kernels.swiglu's
         self.down: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # both in one: see train.kernels.swiglu
 
     def forward(self, x: Aliased) -> Tensor:
-        gate, up = project(x, self.w_gate, self.w_up)
-        return self.w_down(self.gated(gate, up)) if self.down is None else self.down(gate, up, self.w_down.weight)
+        if self.down is None:
+            return self.w_down(self.hidden(self, x))
+        return self.down(*project(x, self.w_gate, self.w_up), self.w_down.weight)
+
+
+def qkv(attention: Attention, x: Aliased, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention gets, [B, T, heads, d] each: q and k by their norms, if any, and turned."""
+    maps = project(x, attention.wq, attention.wk, attention.wv)
+    q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in maps)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return *attention.turn(q, k, cos, sin), v
+
+
+def hidden(ffn: FeedForward, x: Aliased) -> Tensor:
+    """What w_down gets."""
+    return ffn.gated(*project(x, ffn.w_gate, ffn.w_up))
 
 
 def project(x: Aliased, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -80,7 +95,7 @@ def normed(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Aliased]:
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """What w_down gets."""
+    """SwiGLU's product."""
     return F.silu(gate) * up
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 BLOCK, WARPS = 16, 16  # elements that a thread has of a row; warps that an SM has at once, of all its programs
 SHARED = 96 * 1024  # bytes of a program's shared memory, which every GPU since Ampere has
 INTERPRETED = 3  # programs where there are no SMs
+ROWS, COLUMNS = 64, 32  # of `partials` that a program of their sum has at once: 128 bytes of a row
 
 
 @triton.jit
@@ -45,6 +46,20 @@ def rms_norm_backward_kernel(
     tl.store(partials + program.to(tl.int64) * DIM + columns, slope, mask=mask)
 
 
+@triton.jit
+def column_sums_kernel(
+    partials, out, rows, DIM: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """out [DIM] = the sum of `partials` [rows, DIM] over its rows; COLUMNS of it a program."""
+    row, columns = tl.arange(0, ROWS)[:, None], tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), partials.dtype.element_ty)
+    for i in tl.range(0, ROUNDS):
+        at = row + i * ROWS
+        total += tl.load(partials + at * DIM + columns, mask=(at < rows) & (columns < DIM), other=0)
+    sums = tl.sum(total, 0)[None, :]
+    tl.store(out + columns, sums.to(out.dtype.element_ty), mask=columns < DIM)
+
+
 def backward(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """residual, 1 to 3 grads and x [..., dim], weight [dim] → (the gradient in x, contiguous; in weight)."""
     residual, x, weight, *lying = (t.contiguous() for t in (residual, x, weight, *grads))
@@ -64,7 +79,11 @@ def backward(residual: Tensor, grads: Sequence[Tensor], x: Tensor, weight: Tenso
         WIDE=tl.float64 if wide == torch.float64 else tl.float32,
         STAGES=3 if 2 * (2 + len(lying)) * block * x.element_size() <= SHARED else 1, num_warps=warps,
     )  # fmt: skip
-    return out, partials.sum(0).to(weight.dtype)
+    slope = torch.empty_like(weight)
+    column_sums_kernel[(triton.cdiv(dim, COLUMNS),)](
+        partials, slope, programs, DIM=dim, ROUNDS=triton.cdiv(programs, ROWS), ROWS=ROWS, COLUMNS=COLUMNS
+    )  # torch's own sum of so few rows takes 13 to 18 us
+    return out, slope
 
 
 def _multiprocessors(device: torch.device) -> int:
