@@ -35,6 +35,32 @@ def event(name: str, start: float, duration: float, cat: str = "kernel", tid: in
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
         ("aten::mm", "matmul"),
         ("autograd::engine::evaluate_function: ScaledDotProductFlashAttentionForCpuBackward0", "autograd"),
+        ("triton_poi_fused__to_copy_add_cat_mul_neg_slice_transpose_unsqueeze_2", "elementwise"),  # rotation
+        ("triton_poi_fused__to_copy__unsafe_view_add_cat_mul_split_sub_unsqueeze_view_1", "elementwise"),
+        ("triton_red_fused__fused_rms_norm_add_0", "norm"),
+        ("rms_norm_backward_kernel", "norm"),
+        (
+            "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u>",
+            "norm",
+        ),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_silu_t_view_19", "elementwise"),  # a cast to fp8
+        ("triton_poi_fused__fused_rms_norm__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_4", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::Ten", "copy"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIter", "copy"),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>, std::a", "copy"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<at::native::(anonymo", "copy"),
+        ("Memset (Device)", "copy"),
+        ("aten::copy_", "copy"),
+        (
+            "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void*, void*",
+            "attention",
+        ),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned int", "attention"),
+        ("void at::native::(anonymous namespace)::sum_and_scatter<c10::BFloat16, long>(long const*", "elementwise"),
+        ("void at::native::(anonymous namespace)::compute_grad_weight<c10::BFloat16, long>(long const*", "elementwise"),
+        ("void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel<at_cuda_detail", "elementwise"),
+        ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long", "elementwise"),
+        ("void at::native::lpnorm_cleanup<c10::BFloat16, (at::native::NormType)1, double, true, double>", "optimizer"),
         ("my_kernel", "other"),
     ],
 )
