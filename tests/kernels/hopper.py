@@ -55,7 +55,10 @@ def all_kernels() -> list[dict[str, Any]]:
     elementwise = {"WIDE": tl.float32, "BLOCK": swiglu.BLOCK}
     backward = dict.fromkeys(("grad", "gate", "up", "d_gate", "d_up", "out"), BF16)
     lines = {"width": "i32*", "stride": "i32*", "blocks": "i32"}
-    strides = {f"{x}_{along}": "i32*" for x in "qkv" for along in ("row", "at", "head")} | {"to_q_at": "i32*", "to_k_at": "i32*"}
+    strides = {f"{x}_{along}": "i32*" for x in "qkv" for along in ("row", "at", "head")} | {
+        "to_q_at": "i32*",
+        "to_k_at": "i32*",
+    }
     tables = dict.fromkeys(("q", "k", "v", "out_q", "out_k", "out_v"), BF16) | {"cos": F32, "sin": F32}
     rows = "residual", "grad", "second", "third", "x", "weight", "out"
     lengths = {"length": "i32*", "heads": "i32*", "kv_heads": "i32"}

@@ -66,7 +66,11 @@ def test_values_that_are_none(value: str) -> None:
             "swiglu_down has w_down's",
         ),
         ("stacked+rope", {}, "stacked takes the place of swiglu, swiglu_down and rope; without it: rope"),
-        ("stacked", {"reduction.name": "fsdp"}, "stacked wants weights to stay where they are, reduction=fsdp moves them"),
+        (
+            "stacked",
+            {"reduction.name": "fsdp"},
+            "stacked wants weights to stay where they are, reduction=fsdp moves them",
+        ),
         (
             "stacked",
             {"reduction.name": "zero2o", "parallelism.dp_shard": 2},
@@ -74,7 +78,11 @@ def test_values_that_are_none(value: str) -> None:
         ),
         ("stacked", {"model.experts": 4}, "stacked is of a dense layer"),
         ("stacked", {"model.qk_norm": True}, "stacked turns q and k as they come"),
-        ("stacked", {"precision.name": "fp8", "precision.scaling": "rowwise"}, "stacked makes one matmul of two or three"),
+        (
+            "stacked",
+            {"precision.name": "fp8", "precision.scaling": "rowwise"},
+            "stacked makes one matmul of two or three",
+        ),
         ("stacked", {"memory.recompute": "selective"}, "stacked would make memory.recompute=selective keep q too"),
         ("stacked", {"memory.recompute": "budget"}, "stacked was not tried with memory.recompute=budget"),
         ("stacked", {"memory.activation_offload": True}, "stacked was not tried with memory.activation_offload"),

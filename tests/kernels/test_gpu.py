@@ -19,7 +19,7 @@ from tests.parallel.cases import Case
 from tests.parallel.test_bitwise import assert_bitwise
 from tests.parallel.test_equality import FP64, assert_equal_runs, reference
 from train import config
-from train.kernels import adamw, apply, backend, loss, rope, swiglu
+from train.kernels import adamw, apply, backend, loss, rope, stacked, swiglu
 from train.memory import levers
 from train.model import loss as plain_loss
 from train.model import rope as plain_rope
@@ -134,6 +134,30 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(16, 8, 128), (32, 8, 64), (3, 1, 24)])
+def test_joint_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+    """The bits of `rope`, beside v's."""
+    rows = randn(2, 100, heads + 2 * kv_heads, d, dtype=dtype)
+    cos, sin = plain_rope.tables(config.Model("m", head_dim=d), 100, dtype, torch.device("cuda"))
+    for inverse in (False, True):
+        q, k, v = rows.split((heads, kv_heads, kv_heads), 2)
+        if inverse:  # as attention's gradients lie
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        got = stacked.joint_rope(q, k, v, cos, sin, inverse)
+        assert torch.equal(got, torch.cat((*rope.rope(q, k, cos, sin, inverse), v), 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "ffn"), [(300, 1000), (70_000, 64), (1000, 6144)])
+def test_joint_swiglu(tokens: int, ffn: int, dtype: torch.dtype) -> None:
+    """The bits of `swiglu`, of which both are blocks of the same kernels."""
+    rows, grad = randn(tokens, 2 * ffn, dtype=dtype) * 3, randn(tokens, ffn, seed=1, dtype=dtype)
+    gate, up = rows.chunk(2, -1)
+    assert torch.equal(stacked.joint_product(rows), swiglu.product(gate, up))
+    assert torch.equal(stacked.joint_backward(grad, rows), torch.cat(swiglu.backward(grad, gate, up), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "dim"), [(1500, 2048), (40, 8192), (300, 1000), (1, 24), (2000, 128)])
 @pytest.mark.parametrize("readers", [1, 2, 3])
 def test_norm(rows: int, dim: int, dtype: torch.dtype, readers: int) -> None:
@@ -151,7 +175,7 @@ def test_ordered_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, add: boo
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("kernels", [given.ALL, "rope+swiglu_down"])
+@pytest.mark.parametrize("kernels", [given.ALL, "rope+swiglu_down", given.STACKED + "+carry"])
 def test_a_compiled_model_is_as_close_as_inductors(kernels: str, mode: str) -> None:
     sizes = {"dim": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 768, "vocab": 1000}
     data = torch.randint(1000, (2, 2, 128), generator=torch.Generator().manual_seed(1)).cuda()

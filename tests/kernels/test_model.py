@@ -43,8 +43,13 @@ def gradients(kernels: str, mode: str, backend: str | None, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("mode", "kernels"),
     [
-        ("none", given.ALL), ("full", given.ALL), ("selective", given.ALL), ("none", "rope+swiglu_down"),
-        ("none", "stacked"), ("none", given.STACKED), ("full", given.STACKED),
+        ("none", given.ALL),
+        ("full", given.ALL),
+        ("selective", given.ALL),
+        ("none", "rope+swiglu_down"),
+        ("none", "stacked"),
+        ("none", given.STACKED),
+        ("full", given.STACKED),
     ],  # fmt: skip
 )
 def test_equal_to_the_plain_model(kernels: str, mode: str, backend: str | None) -> None:

@@ -160,6 +160,7 @@ CAPTURED: list[dict[str, Any]] = [
     {"compile__kernels": given.ALL},
     {"compile__kernels": given.ALL, "compile__name": "layer", "grad_accum": 2, "optim__clip_norm": 0.05},
     {"compile__kernels": "adamw+loss+carry", "compile__name": "layer"},
+    {"compile__kernels": given.STACKED + "+carry", "compile__name": "layer", "grad_accum": 2},
     {"optim__state_dtype": "bf16"},
     {"precision__name": "fp64"},
     {"precision__name": "fp8", "precision__scaling": "tensorwise"},

@@ -87,7 +87,11 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("swiglu_down", cfg.compile.name == "none", "needs compile=layer"),
         ("swiglu_down", cfg.precision.name == "fp8", "has w_down's matmul in it, which precision=fp8 makes in fp8"),
         ("swiglu_down", cfg.parallelism.async_tp, "was not tried with parallelism.async_tp=true"),
-        ("stacked", bool({"swiglu", "swiglu_down", "rope"} & set(names)), "takes the place of swiglu, swiglu_down and rope"),
+        (
+            "stacked",
+            bool({"swiglu", "swiglu_down", "rope"} & set(names)),
+            "takes the place of swiglu, swiglu_down and rope",
+        ),
         ("stacked", moves, f"wants weights to stay where they are, reduction={reduction} moves them"),
         ("stacked", cfg.precision.name == "fp8", "makes one matmul of two or three, which precision=fp8 scales apart"),
         ("stacked", cfg.model.experts > 0, "is of a dense layer, here are experts"),

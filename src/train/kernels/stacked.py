@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from train.kernels import backend, swiglu
 from train.model import rope as plain
-from train.model.transformer import Aliased, Attention, Block, FeedForward
+from train.model.transformer import Aliased, Attention, Block, FeedForward, Transformer
 
 
 def apply(block: Block) -> None:
@@ -36,11 +36,27 @@ def lay_together(*linears: nn.Linear) -> Tensor:
     return whole
 
 
+def check(model: Transformer) -> None:
+    """Once reduction and optimizer are there. Raises RuntimeError if they have moved weights out of a stack."""
+    for name, module in model.layers.named_modules():
+        if isinstance(module, (Attention, FeedForward)) and module.stack is not None:
+            linears = (
+                (module.wq, module.wk, module.wv) if isinstance(module, Attention) else (module.w_gate, module.w_up)
+            )
+            at = module.stack.data_ptr()
+            for linear in linears:
+                if linear.weight.data_ptr() != at:
+                    raise RuntimeError(f"compile.kernels=stacked: a weight of layers.{name} was moved out of its stack")
+                at += linear.weight.nbytes
+
+
 def qkv(attention: Attention, x: Aliased, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`transformer.qkv` of a model without qk_norm."""
     assert isinstance(x, Tensor)
     parts = attention.wq, attention.wk, attention.wv
-    rows = _Linear.apply(x, attention.stack, *(linear.weight for linear in parts)).unflatten(-1, (-1, attention.head_dim))
+    rows = _Linear.apply(x, attention.stack, *(linear.weight for linear in parts)).unflatten(
+        -1, (-1, attention.head_dim)
+    )
     return _Turn.apply(rows, cos, sin, tuple(linear.weight.shape[0] // attention.head_dim for linear in parts))
 
 

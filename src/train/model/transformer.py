@@ -66,7 +66,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Aliased) -> Tensor:
         if self.down is None:
             return self.w_down(self.hidden(self, x))
-        return self.down(*project(x, self.w_gate, self.w_up), self.w_down.weight)
+        gate, up = project(x, self.w_gate, self.w_up)
+        return self.down(gate, up, self.w_down.weight)
 
 
 def qkv(attention: Attention, x: Aliased, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Rotary positions of q and k in one pass, with v laid behind them if they are to be one tensor."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +49,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple
     """q [B, T, H, d], k [B, T, KV, d] with any strides but the last, tables [T, d/2] → the same, turned, contiguous."""
     q, k = (_dense_heads(x) for x in (q, k))
     out_q, out_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    _launch(q, k, None, out_q, out_k, None, cos, sin, inverse)
+    _launch((q, k), (out_q, out_k), cos, sin, inverse)
     return out_q, out_k
 
 
@@ -56,7 +58,7 @@ def joint(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bo
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     heads = q.shape[2], k.shape[2], v.shape[2]
     out = q.new_empty(*q.shape[:2], sum(heads), q.shape[3])
-    _launch(q, k, v, *out.split(heads, 2), cos, sin, inverse)
+    _launch((q, k, v), out.split(heads, 2), cos, sin, inverse)
     return out
 
 
@@ -64,16 +66,15 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor | None, out_q: Tensor, out_k: Tensor, out_v: Tensor | None,
-    cos: Tensor, sin: Tensor, inverse: bool,
-) -> None:  # fmt: skip
+def _launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """q, k and perhaps v, and where they go."""
+    (q, k, *_), (out_q, out_k, *_) = inputs, outputs
+    v, out_v = inputs[-1], outputs[-1]
     rows, length, heads, d = q.shape
-    third = k if v is None else v
     rope_kernel[(rows * length,)](
-        q, k, third, out_q, out_k, out_k if out_v is None else out_v, cos.contiguous(), sin.contiguous(),
-        length, heads, k.shape[2], *q.stride()[:3], *k.stride()[:3], *third.stride()[:3], out_q.stride(1), out_k.stride(1),
+        q, k, v, out_q, out_k, out_v, cos.contiguous(), sin.contiguous(), length, heads, k.shape[2],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], out_q.stride(1), out_k.stride(1),
         SIGN=-1 if inverse else 1, HALF=d // 2, LANES=triton.next_power_of_2(d // 2),
-        HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(k.shape[2]), COPY=v is not None,
+        HEADS=triton.next_power_of_2(heads), KV_HEADS=triton.next_power_of_2(k.shape[2]), COPY=len(inputs) == 3,
         num_warps=WARPS,
     )  # fmt: skip

@@ -71,7 +71,8 @@ def joint_backward(grad: Tensor, rows: Tensor) -> Tensor:
     """The gradient of `rows`, in one tensor too."""
     grad, rows = grad.contiguous(), rows.contiguous()
     out = torch.empty_like(rows)
-    _backward(grad, *rows.chunk(2, -1), out.chunk(2, -1), False, _shape(rows))
+    gate, up = rows.chunk(2, -1)
+    _backward(grad, gate, up, out.chunk(2, -1), False, _shape(rows))
     return out
 
 
