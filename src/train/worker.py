@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Rank(Prepared):
     graphed: graph.GraphedStep | None = None
     garbage: Garbage | None = None
     data_s = 0.0  # seconds that a step's rows took
+    stack: TextIO | None = None  # see stacks.answer
 
     def rows(self, step: int, index: int) -> torch.Tensor:
         """Micro-batch `index` of this rank: [micro_batch, seq_len + 1] of the step's global batch, whatever the layout."""
@@ -132,6 +133,8 @@ class Rank(Prepared):
         self.garbage = Garbage(first)
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
+            if self.stack is not None:
+                stacks.answer(self.stack)
             before = meter.start(step)
             self.trace.before(step)
             if self.pipeline is not None:
@@ -236,13 +239,14 @@ def run(folder: str, scratch: str) -> int:
     """Train the point as this rank; the exit code. Whatever goes wrong is recorded for the supervisor, with its time."""
     faulthandler.enable()
     stack = open(stacks.file(Path(scratch), int(os.environ["RANK"])), "w")  # filled when the supervisor asks for it
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=False)
+    stacks.answer(stack)
     process.volunteer_for_oom()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file in the run folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
     rank = None
     try:
         rank = Rank(Path(folder), Path(scratch))
+        rank.stack = stack
         rank.run()
         return 0
     except BaseException as e:

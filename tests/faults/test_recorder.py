@@ -1,7 +1,10 @@
 """NCCL's flight recorder: asked through its pipe on a hang, its dump kept in the point's folder."""
 
+import ctypes
+import faulthandler
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +61,22 @@ def test_no_room_for_a_dump_is_no_failure(tmp_path: Path) -> None:
         stacks.flight_recorder(scratch, tmp_path / "gone", [0])
     finally:
         os.close(fd)
+
+
+def test_a_rank_answers_after_a_library_took_its_signal(tmp_path: Path) -> None:
+    """As LLVM does when Triton compiles for the first time."""
+    with open(tmp_path / "stack", "w") as file:
+        try:
+            stacks.answer(file)
+            ctypes.CDLL(None).signal(signal.SIGUSR1, 1)  # SIG_IGN
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not (tmp_path / "stack").stat().st_size
+            stacks.answer(file)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            found = stacks.read((tmp_path / "stack").read_text())
+            assert "test_recorder.py" in found.where, found
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """What hanging ranks are doing: their stacks, kept in the point folder, and NCCL's flight recorder."""
 
+import faulthandler
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from train.launch import process
 
@@ -34,6 +36,15 @@ class Stack:
 def file(scratch: Path, rank: int) -> Path:
     """The file into which a rank's faulthandler writes on SIGUSR1."""
     return scratch / f"stack-{rank}"
+
+
+def answer(to: TextIO) -> None:
+    """In a rank: SIGUSR1 writes the stacks of all threads into `to`, which stays open.
+
+    To be said again from time to time: LLVM, which Triton compiles with, puts its own handlers on SIGUSR1 and a dozen others.
+    """
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=to, all_threads=True, chain=False)
 
 
 def _state(pid: int) -> str:

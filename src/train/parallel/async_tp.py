@@ -4,8 +4,11 @@ Its pass (torch._inductor.fx_passes.micro_pipeline_tp) replaces what tensor.py's
 symmetric memory, which GPUs read from each other directly. Needs compiled layers and GPUs with peer access.
 """
 
+import warnings
+
 import torch
 from torch._inductor import config as inductor
+from torch.distributed import _symmetric_memory as symmetric
 
 from train.config import ConfigError
 from train.parallel.dims import Dims
@@ -19,11 +22,16 @@ def enable(dims: Dims) -> None:
 
     Raises ConfigError where torch or the GPUs can't.
     """
-    if not hasattr(inductor, "_micro_pipeline_tp"):
+    if not (hasattr(inductor, "_micro_pipeline_tp") and hasattr(symmetric, "enable_symm_mem_for_group")):
         raise ConfigError(
             KEY, True, f"torch {torch.__version__} has no micro-pipelined tensor parallel; set it to false"
         )
     if dims.device.type != "cuda":
         raise ConfigError(KEY, True, "symmetric memory needs GPUs; set it to false")
-    reach(dims, dims.group("tp"), KEY, True, "false")
+    group = dims.group("tp")
+    reach(dims, group, KEY, True, "false")
+    with warnings.catch_warnings():
+        # "no need to call this any more" is true of symmetric memory; Inductor's pass looks whether it was called (2.11 to 2.13)
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric.enable_symm_mem_for_group(group.group_name)
     inductor._micro_pipeline_tp = True

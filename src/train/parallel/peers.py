@@ -100,6 +100,3 @@ def reach(dims: Dims, group: Any, key: str, value: object, instead: str) -> None
             raise ConfigError(key, value, f"rank {rank} is on another node; set it to {instead}")
         if there != here and not torch.cuda.can_device_access_peer(here, there):
             raise ConfigError(key, value, f"GPU {here} can't read the memory of GPU {there}; set it to {instead}")
-    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
-    if enable is not None and not hasattr(enable, "__deprecated__"):  # from torch 2.13 on every group can
-        enable(group.group_name)
