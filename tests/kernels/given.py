@@ -10,6 +10,7 @@ from torch import Tensor
 from train import config
 from train.kernels import adamw, loss, norm, ordered
 from train.model import loss as plain_loss
+from train.parallel.adamw import Piece, norms
 
 ALL = "adamw+loss+swiglu+rope+norm"  # every kernel that goes with the others
 STACKED = "adamw+loss+norm+stacked"
@@ -56,6 +57,22 @@ def adamw_case(
         # one tensor a kind: a moment of few elements may be small because its gradients cancel, but not more exact for it
         left.append([torch.cat(kind) for kind in (p, *zip(*moments, strict=True), weights) if kind])
     return left[0], left[1]
+
+
+def norms_case(
+    sizes: Sequence[int], dtype: torch.dtype, device: str, offset: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Norms of gradients by the optimizer's kernels and by torch, twice with other gradients, an update between them."""
+    pieces = [Piece(f"p{i}", torch.zeros(n, device=device), True) for i, n in enumerate(sizes)]
+    weights = [p.tensor.to(torch.bfloat16) for p in pieces]
+    owner = adamw.FusedAdamW(pieces, weights, config.Optim("adamw"), None)
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for t in range(2):
+        grads = [randn(n + offset, seed=10 * t + i, dtype=dtype, device=device)[offset:] for i, n in enumerate(sizes)]
+        found[0].append(owner.norms(grads, torch.device(device)))
+        found[1].append(norms(grads, torch.device(device)))
+        owner.step(grads, torch.tensor(1.0, device=device), 1e-3)
+    return found
 
 
 def loss_case(n: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -66,6 +66,13 @@ def all_kernels() -> list[dict[str, Any]]:
         compiled(adamw.adamw_advance_kernel, {"step": F32, "factors": F32}, 1, LOG_BETA1=-0.1, LOG_BETA2=-0.05),
         compiled(adamw.adamw_kernel, {**launch, "pieces": "i32"}, adamw.WARPS, **adamw_constants),
         compiled(
+            adamw.squares_kernel, {"grads": I64, "numels": I64, "blocks": "*i32", "sums": "*fp64"}, adamw.WARPS,
+            GRAD=tl.bfloat16, ALIGN=16, EVEN=8, BLOCK=adamw.BLOCK, ROUNDS=adamw.ROUNDS,
+        ),
+        compiled(
+            adamw.roots_kernel, {"sums": "*fp64", "ends": I64, "norms": "*fp64"}, adamw.WARPS, BLOCK=adamw.BLOCK,
+        ),
+        compiled(
             loss.cross_entropy_kernel,
             {"logits": BF16, "targets": I64, "losses": F32, "stride": "i32*"},
             loss.WARPS, WEIGHT=2.0**-15, VOCAB=32768, WIDE=tl.float32, BLOCK=loss.BLOCK,

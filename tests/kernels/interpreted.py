@@ -26,6 +26,13 @@ def test_adamw_of_masters_that_lie_askew() -> None:
     given.close(*given.adamw_case([2500, 7], torch.float32, torch.float32, torch.bfloat16, "cpu", offset=1), ulps=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norms(dtype: torch.dtype, offset: int) -> None:
+    got, want = given.norms_case([8192, 5000, 1, 20000, 8193], dtype, "cpu", offset)
+    given.close(got, want, ulps=32)  # of fp64, in another order
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [50, 8192, 20000])
 def test_loss(vocab: int, dtype: torch.dtype) -> None:

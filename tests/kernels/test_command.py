@@ -17,10 +17,10 @@ from train.sweep import validate
 
 def test_names() -> None:
     assert names.chosen("inductor") == ()
-    assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss", "norm", "carry")
+    assert names.chosen("fused") == names.chosen("auto") == ("adamw", "loss", "norm", "carry", "stacked")
     assert names.chosen("loss+adamw") == ("loss", "adamw")
     assert names.spelled("auto") == "auto" and names.spelled("inductor") == "inductor"
-    assert names.spelled("carry+loss+norm+adamw") == names.spelled("fused") == "adamw+loss+norm+carry"
+    assert names.spelled("stacked+carry+loss+norm+adamw") == names.spelled("fused") == "adamw+loss+norm+carry+stacked"
 
 
 @pytest.mark.parametrize("value", ["", "adamw+", "+", "norms", "fused+loss", "rope+rope", "norm+input_grad"])
@@ -39,7 +39,7 @@ def test_values_that_are_none(value: str) -> None:
         (
             "fused",
             {"compile.name": "layer", "optim.name": "sign_sgd"},
-            "adamw is optim=adamw's update; without it: loss+norm+carry",
+            "adamw is optim=adamw's update; without it: loss+norm+carry+stacked",
         ),
         ("adamw", {"memory.optimizer_offload": "optimizer"}, "adamw wants its state on the device"),
         (
@@ -128,11 +128,13 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
     ("keys", "left"),
     [
         ({}, ("adamw", "loss")),
-        ({"compile.name": "layer"}, ("adamw", "loss", "norm", "carry")),
-        ({"compile.name": "layer", "memory.recompute": "full"}, ("adamw", "loss", "norm")),
-        ({"compile.name": "layer", "optim.name": "sign_sgd"}, ("loss", "norm", "carry")),
+        ({"compile.name": "layer"}, ("adamw", "loss", "norm", "carry", "stacked")),
+        ({"compile.name": "layer", "memory.recompute": "full"}, ("adamw", "loss", "norm", "stacked")),
+        ({"compile.name": "layer", "memory.recompute": "selective"}, ("adamw", "loss", "norm")),
+        ({"compile.name": "layer", "reduction.name": "fsdp"}, ("adamw", "loss", "norm", "carry")),
+        ({"compile.name": "layer", "optim.name": "sign_sgd"}, ("loss", "norm", "carry", "stacked")),
         ({"memory.optimizer_offload": "full"}, ("loss",)),
-        ({"compile.name": "layer", "parallelism.tp": 2}, ("adamw", "norm", "carry")),
+        ({"compile.name": "layer", "parallelism.tp": 2}, ("adamw", "norm", "carry", "stacked")),
         ({"parallelism.tp": 2, "optim.name": "sign_sgd"}, ()),
     ],
 )

@@ -51,6 +51,16 @@ def test_adamw(grad: torch.dtype, state: torch.dtype, sizes: list[int]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "offset"), [(SIZES, 0), (SIZES[:-1], 0), ([2**26, *SIZES], 1)], ids=["odd", "even", "askew"]
+)
+def test_norms(sizes: list[int], offset: int, dtype: torch.dtype) -> None:
+    got, want = given.norms_case(sizes, dtype, "cuda", offset)
+    given.close(got, want, ulps=1e5)  # of fp64; fp32 that adds up squares is good to 1e9 of them
+    assert all(torch.equal(a, b) for a, b in zip(got, given.norms_case(sizes, dtype, "cuda", offset)[0], strict=True))
+
+
 def test_adamw_is_torchs_fused_one() -> None:
     optim = config.Optim("adamw", weight_decay=0.1)
     made = [

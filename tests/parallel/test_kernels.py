@@ -56,8 +56,9 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
         Case("ddp", kernels=given.STACKED, grad_accum=2),
         Case("ddp", model="even", tp=2, kernels="adamw+norm+stacked"),
         Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.STACKED),
+        Case("ddp", model="even", tp=2, compiled=True, kernels="adamw+norm+stacked+carry"),
     ],
-    ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}-{c.kernels.rpartition('+')[2]}",
+    ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}-{c.kernels.rpartition('+')[2]}{'-compiled' * c.compiled}",
 )
 def test_meshes_and_levers(two: Ranks, case: Case) -> None:
     check(two, case)

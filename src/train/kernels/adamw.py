@@ -11,7 +11,7 @@ from torch import Tensor
 
 from train import config
 from train.kernels import backend
-from train.parallel.adamw import AdamW, Piece
+from train.parallel.adamw import AdamW, Piece, norms
 
 
 class FusedAdamW(AdamW):
@@ -69,6 +69,12 @@ class FusedAdamW(AdamW):
             reference(
                 master, grad, *self._moments[i], weight, scale, self._step, float(lr), self._decays[i], self._optim
             )
+
+    def norms(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
+        """train.parallel.adamw.norms of the gradients of all pieces, whose addresses the device has then."""
+        if self._launch is None or len({g.dtype for g in grads}) > 1 or not all(g.is_contiguous() for g in grads):
+            return norms(grads, device)
+        return self._launch.norms(grads)
 
     def captured(self) -> None:
         if self.tensors and self._launch is not None:

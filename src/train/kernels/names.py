@@ -7,7 +7,7 @@ from train.names import nearest
 from train.parallel import stages
 
 NAMES = ("adamw", "loss", "swiglu", "swiglu_down", "rope", "norm", "carry", "stacked")
-FUSED = ("adamw", "loss", "norm", "carry")  # the others only match what Inductor makes: docs/kernels.md
+FUSED = ("adamw", "loss", "norm", "carry", "stacked")  # the others only match what Inductor makes: docs/kernels.md
 
 
 def chosen(value: str) -> tuple[str, ...]:

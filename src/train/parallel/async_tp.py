@@ -31,7 +31,7 @@ def enable(dims: Dims) -> None:
     group = dims.group("tp")
     reach(dims, group, KEY, True, "false")
     with warnings.catch_warnings():
-        # "no need to call this any more" is true of symmetric memory; Inductor's pass looks whether it was called (2.11 to 2.13)
+        # torch says that it need not be called any more; Inductor's pass still asks whether it was (2.11 to 2.13)
         warnings.simplefilter("ignore", FutureWarning)
         symmetric.enable_symm_mem_for_group(group.group_name)
     inductor._micro_pipeline_tp = True

@@ -13,6 +13,8 @@ from train.parallel.adamw import AdamW, norms
 from train.parallel.dims import Dims
 from train.parallel.traffic import Meter
 
+Norms = Callable[[Sequence[Tensor], torch.device], Tensor]  # 2-norm of each tensor, [number of them] fp64
+
 
 class DataParallel(ABC):
     """A model whose gradients are averaged over ranks and whose weights AdamW updates.
@@ -128,7 +130,7 @@ class GradNorm:
         shares = [of_expert if a else 1 / dims.copies(c, sharded) for a, c in zip(apart, cut, strict=True)]
         self._shares = torch.tensor(shares, dtype=torch.float64, device=dims.device)
 
-    def __call__(self, grads: Sequence[Tensor]) -> Tensor:
+    def __call__(self, grads: Sequence[Tensor], norms: Norms = norms) -> Tensor:
         """0-dim fp64, the same bits on all ranks of an island. Collective; `grads` are completed in place."""
         self._dims.sum_over_tp([grads[i] for i in self._partial])
         squares = norms(grads, self._dims.device).to(self._dims.device).square()

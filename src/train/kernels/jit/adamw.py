@@ -12,6 +12,7 @@ from torch import Tensor
 from train import config
 
 BLOCK, WARPS = 1024, 4  # 8 elements a thread: 16 bytes of a bf16 gradient, two loads of 16 bytes of each fp32 tensor
+ROUNDS = 8  # of BLOCK elements that a program of the norm adds up
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -70,6 +71,38 @@ def adamw_kernel(
         tl.store(w + i, param.to(WEIGHT), mask=mask)
 
 
+@triton.jit
+def squares_kernel(
+    grads, numels, blocks, sums,
+    GRAD: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """sums[program_id] = the sum of squares, in fp64, of that entry of `blocks`: each is ROUNDS x BLOCK elements of a gradient."""
+    at = tl.program_id(0).to(tl.int64)
+    piece = tl.load(blocks + 2 * at)
+    n = tl.multiple_of(tl.load(numels + piece), EVEN)
+    g = tl.multiple_of(tl.load(grads + piece).to(tl.pointer_type(GRAD)), ALIGN)
+    first = tl.load(blocks + 2 * at + 1).to(tl.int64) * (BLOCK * ROUNDS)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for r in tl.static_range(ROUNDS):
+        i = first + r * BLOCK + tl.arange(0, BLOCK)
+        grad = tl.load(g + i, mask=i < n, other=0).to(tl.float64)
+        total += grad * grad
+    tl.store(sums + at, tl.sum(total, 0))
+
+
+@triton.jit
+def roots_kernel(sums, ends, norms, BLOCK: tl.constexpr):
+    """norms[program_id] = the root of the sum of `sums` from the end of the piece before to this one's."""
+    piece = tl.program_id(0)
+    first, end = tl.load(ends + piece), tl.load(ends + piece + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    while first < end:
+        i = first + tl.arange(0, BLOCK)
+        total += tl.load(sums + i, mask=i < end, other=0)
+        first += BLOCK
+    tl.store(norms + piece, tl.sqrt(tl.sum(total, 0)))
+
+
 class Launch:
     """The list of one optimizer: tensors that stay where they are, so that a step sends the device nothing but gradients'
     addresses and the learning rate, and those only when they are others than a step before."""
@@ -90,13 +123,13 @@ class Launch:
         self._aligned = all(t.data_ptr() % 16 == 0 for c in columns for t in c)
         self._numels = self._sent([p.numel() for p in masters], torch.int64)
         self._decays = self._sent(list(decays), masters[0].dtype)
-        counts = torch.tensor([triton.cdiv(p.numel(), BLOCK) for p in masters])
-        piece = torch.arange(len(masters)).repeat_interleave(counts)
-        within = torch.arange(len(piece)) - (counts.cumsum(0) - counts)[piece]
-        self._blocks = torch.stack((piece, within), 1).to(torch.int32).to(self._device)
+        self._blocks, _ = self._cut(masters, BLOCK)
+        self._long_blocks, ends = self._cut(masters, BLOCK * ROUNDS)
+        self._ends = self._sent([0, *ends], torch.int64)
         self._grads = torch.zeros_like(self._numels)
         self._pieces = len(masters)
-        self._last: tuple[list[int], float | None] = ([], None)
+        self._last: list[int] = []
+        self._lr: float | None = None
         self._constants = {
             "BETA1": optim.beta1, "BETA2": optim.beta2, "EPS": optim.eps,
             "MASTER": TYPES[masters[0].dtype], "STATE": TYPES[moments[0][0].dtype], "WEIGHT": TYPES[follow[0].dtype],
@@ -109,26 +142,50 @@ class Launch:
     def __call__(self, grads: Sequence[Tensor], scale: Tensor, step: Tensor, lr: float | Tensor) -> None:
         """`grads`: contiguous, of one dtype; `scale`, and `step` of all steps before: 0-dim, on the device. `lr`: a number, or
         0-dim on the device."""
-        addresses = [g.data_ptr() for g in grads]
-        recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if addresses != self._last[0] and not recorded:
-            self._grads.copy_(self._sent(addresses, torch.int64))
+        constants = self._constants | self._point(grads)
         if isinstance(lr, Tensor):
             self._factors[2:].copy_(lr)
-        elif lr != self._last[1]:
+        elif lr != self._lr:
             self._factors[2:].copy_(self._sent([lr], self._factors.dtype))
-        self._last = addresses, None if isinstance(lr, Tensor) else lr
+        self._lr = None if isinstance(lr, Tensor) else lr
         adamw_advance_kernel[(1,)](step, self._factors, **self._logs, num_warps=1)
-        aligned = self._aligned and all(a % 16 == 0 for a in addresses)
+        constants["ALIGN"] = constants["ALIGN"] if self._aligned else 1
         adamw_kernel[(len(self._blocks),)](
             self._addresses, self._grads, self._numels, self._decays, self._blocks, self._factors, scale, self._pieces,
-            **self._constants, GRAD=TYPES[grads[0].dtype], ALIGN=16 if aligned else 1, num_warps=WARPS,
+            **constants, num_warps=WARPS,
         )  # fmt: skip
+
+    def norms(self, grads: Sequence[Tensor]) -> Tensor:
+        """2-norm of each of the gradients, contiguous and of one dtype: [pieces] fp64, in two launches."""
+        constants = self._point(grads) | {"EVEN": self._constants["EVEN"], "BLOCK": BLOCK, "ROUNDS": ROUNDS}
+        sums = torch.empty(len(self._long_blocks), dtype=torch.float64, device=self._device)
+        norms = torch.empty(self._pieces, dtype=torch.float64, device=self._device)
+        squares_kernel[(len(sums),)](self._grads, self._numels, self._long_blocks, sums, **constants, num_warps=WARPS)
+        roots_kernel[(self._pieces,)](sums, self._ends, norms, BLOCK=BLOCK, num_warps=WARPS)
+        return norms
+
+    def _point(self, grads: Sequence[Tensor]) -> dict[str, Any]:
+        """Have the list of addresses say where the gradients lie; what kernels must know of them. In a capture: `captured`."""
+        addresses = [g.data_ptr() for g in grads]
+        recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if addresses != self._last and not recorded:
+            self._grads.copy_(self._sent(addresses, torch.int64))
+        self._last = addresses
+        return {"GRAD": TYPES[grads[0].dtype], "ALIGN": 16 if all(a % 16 == 0 for a in addresses) else 1}
 
     def captured(self) -> None:
         """After a capture that recorded a call: say where its gradients lie. A copy recorded with it would read the host's
         memory again in every replay, when other things lie there."""
-        self._grads.copy_(self._sent(self._last[0], torch.int64))
+        self._grads.copy_(self._sent(self._last, torch.int64))
+
+    def _cut(self, tensors: Sequence[Tensor], size: int) -> tuple[Tensor, list[int]]:
+        """(For each block of `size` elements its tensor and its place there [n, 2], on the device; how many blocks there are up
+        to each tensor's last.)"""
+        counts = torch.tensor([triton.cdiv(t.numel(), size) for t in tensors])
+        piece = torch.arange(len(tensors)).repeat_interleave(counts)
+        ends = counts.cumsum(0)
+        within = torch.arange(len(piece)) - (ends - counts)[piece]
+        return torch.stack((piece, within), 1).to(torch.int32).to(self._device), ends.tolist()
 
     def _sent(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         """On the device. From pinned memory: from any other the host would wait for the copy."""
