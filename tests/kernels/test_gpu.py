@@ -145,16 +145,15 @@ def test_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(16, 8, 128), (32, 8, 64), (3, 1, 24)])
-def test_joint_rope(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
+def test_rope_of_rows(heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> None:
     """The bits of `rope`, beside v's."""
     rows = randn(2, 100, heads + 2 * kv_heads, d, dtype=dtype)
     cos, sin = plain_rope.tables(config.Model("m", head_dim=d), 100, dtype, torch.device("cuda"))
-    for inverse in (False, True):
-        q, k, v = rows.split((heads, kv_heads, kv_heads), 2)
-        if inverse:  # as attention's gradients lie
-            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        got = stacked.joint_rope(q, k, v, cos, sin, inverse)
-        assert torch.equal(got, torch.cat((*rope.rope(q, k, cos, sin, inverse), v), 2))
+    q, k, v = rows.clone().split((heads, kv_heads, kv_heads), 2)
+    stacked.turn_rows(rows, cos, sin, heads, kv_heads)
+    assert torch.equal(rows, torch.cat((*rope.rope(q, k, cos, sin, False), v), 2))
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))  # as attention's gradients lie
+    assert torch.equal(stacked.turned_back(q, k, v, cos, sin), torch.cat((*rope.rope(q, k, cos, sin, True), v), 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -138,8 +138,8 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
     q = randn(2, 3, 2, 4).requires_grad_()
     torch.library.opcheck(rope.rope, (q, q.detach().clone(), angle.cos(), angle.sin(), False))
     rows = randn(2, 3, 4, 4)
-    for inverse in (False, True):
-        torch.library.opcheck(stacked.joint_rope, (*rows.split((2, 1, 1), 2), angle.cos(), angle.sin(), inverse))
+    torch.library.opcheck(stacked.turn_rows, (rows.clone(), angle.cos(), angle.sin(), 2, 1))
+    torch.library.opcheck(stacked.turned_back, (*rows.split((2, 1, 1), 2), angle.cos(), angle.sin()))
     torch.library.opcheck(stacked.joint_product, (rows,))
     torch.library.opcheck(stacked.joint_backward, (randn(2, 3, 4, 2), rows))
     for readers in (1, 3):

@@ -5,7 +5,6 @@ and their gradients are views of one tensor too. What follows the matmul works o
 the gradients of its parts side by side: nothing is concatenated.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,74 +52,90 @@ def check(model: Transformer) -> None:
 def qkv(attention: Attention, x: Aliased, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`transformer.qkv` of a model without qk_norm."""
     assert isinstance(x, Tensor)
-    parts = attention.wq, attention.wk, attention.wv
-    rows = _Linear.apply(x, attention.stack, *(linear.weight for linear in parts)).unflatten(
-        -1, (-1, attention.head_dim)
-    )
-    return _Turn.apply(rows, cos, sin, tuple(linear.weight.shape[0] // attention.head_dim for linear in parts))
+    weights = attention.wq.weight, attention.wk.weight, attention.wv.weight
+    return _Qkv.apply(x, attention.stack, cos, sin, tuple(w.shape[0] // attention.head_dim for w in weights), *weights)
 
 
 def hidden(ffn: FeedForward, x: Aliased) -> Tensor:
     """`transformer.hidden`."""
     assert isinstance(x, Tensor)
-    return _Gated.apply(_Linear.apply(x, ffn.stack, ffn.w_gate.weight, ffn.w_up.weight))
+    return _Hidden.apply(x, ffn.stack, ffn.w_gate.weight, ffn.w_up.weight)
 
 
-class _Linear(torch.autograd.Function):
-    """x [..., in], `whole` [out, in], which needs no gradient, and the weights that lie in it → [..., out]."""
+def _slopes(grad: Tensor, x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x [..., in] and of whole [out, in], from that of their product [..., out]."""
+    return grad @ whole, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class _Qkv(torch.autograd.Function):
+    """x [B, T, dim], the stack, which needs no gradient, and the weights in it → q, k, turned, and v: [B, T, heads, d] each,
+    views of one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, whole, cos, sin)
+        ctx.sizes = [w.shape[0] for w in weights]
+        rows = F.linear(x, whole).unflatten(-1, (sum(heads), -1))
+        turn_rows(rows, cos, sin, heads[0], heads[1])
+        return rows.split(heads, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, whole, cos, sin = ctx.saved_tensors
+        q, k, v = grads
+        d_x, d_whole = _slopes(turned_back(q, k, v, cos, sin).flatten(2), x, whole)
+        return d_x, None, None, None, None, *d_whole.split(ctx.sizes)
+
+
+class _Hidden(torch.autograd.Function):
+    """x [..., dim], the stack and the weights in it → silu(gate) * up [..., ffn]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, whole)
+        rows = F.linear(x, whole)
+        ctx.save_for_backward(x, whole, rows)
         ctx.sizes = [w.shape[0] for w in weights]
-        return F.linear(x, whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, whole = ctx.saved_tensors
-        slope = grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
-        return grads[0] @ whole, None, *slope.split(ctx.sizes)
-
-
-class _Turn(torch.autograd.Function):
-    """rows [B, T, H + 2 KV, d] → q, k, turned, and v, views of one tensor of that shape."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int]) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        return joint_rope(*rows.split(heads, 2), cos, sin, False).split(heads, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = grads
-        return joint_rope(q, k, v, *ctx.saved_tensors, True), None, None, None
-
-
-class _Gated(torch.autograd.Function):
-    """rows [..., 2 ffn], gate before up → silu(gate) * up [..., ffn]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
         return joint_product(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return joint_backward(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, whole, rows = ctx.saved_tensors
+        d_x, d_whole = _slopes(joint_backward(grads[0], rows), x, whole)
+        return d_x, None, *d_whole.split(ctx.sizes)
 
 
-@torch.library.custom_op("mfu_sweep::joint_rope", mutates_args=())
-def joint_rope(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [B, T, H, d] and k turned, back where `inverse`, and v, k's shape, as it is, side by side: [B, T, H + 2 KV, d]."""
+@torch.library.custom_op("mfu_sweep::turn_rows", mutates_args=("rows",))
+def turn_rows(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    """rows [B, T, H + 2 KV, d], contiguous: its q and k turned where they lie."""
+    q, k, _ = rows.split((heads, kv_heads, kv_heads), 2)
+    if backend.triton_runs(rows.device):
+        from train.kernels.jit.rope import rope_
+
+        rope_(q, k, cos, sin)
+        return
+    for part, turned in zip((q, k), plain.turn(q, k, cos, sin), strict=True):
+        part.copy_(turned)
+
+
+@turn_rows.register_fake
+def _(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    return None
+
+
+@torch.library.custom_op("mfu_sweep::turned_back", mutates_args=())
+def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of what attention got, [B, T, heads, d] → of the rows before they were turned, [B, T, H + 2 KV, d]."""
     if backend.triton_runs(q.device):
         from train.kernels.jit.rope import joint
 
-        return joint(q, k, v, cos, sin, inverse)
-    return torch.cat((*plain.turn(q, k, cos, -sin if inverse else sin), v), 2)
+        return joint(q, k, v, cos, sin, inverse=True)
+    return torch.cat((*plain.turn(q, k, cos, -sin), v), 2)
 
 
-@joint_rope.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+@turned_back.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:2], q.shape[2] + k.shape[2] + v.shape[2], q.shape[3])
 
 

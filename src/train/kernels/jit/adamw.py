@@ -76,7 +76,7 @@ def squares_kernel(
     grads, numels, blocks, sums,
     GRAD: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """sums[program_id] = the sum of squares, in fp64, of that entry of `blocks`: each is ROUNDS x BLOCK elements of a gradient."""
+    """sums[program_id] = the sum of squares, in fp64, of that entry of `blocks`, ROUNDS x BLOCK elements of a gradient."""
     at = tl.program_id(0).to(tl.int64)
     piece = tl.load(blocks + 2 * at)
     n = tl.multiple_of(tl.load(numels + piece), EVEN)

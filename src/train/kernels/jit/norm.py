@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK, WARPS = 16, 16  # elements that a thread has of a row; warps that an SM has at once, of all its programs
 SHARED = 96 * 1024  # bytes of a program's shared memory, which every GPU since Ampere has
 INTERPRETED = 3  # programs where there are no SMs
-ROWS, COLUMNS = 64, 32  # of `partials` that a program of their sum has at once: 128 bytes of a row
+ROWS, COLUMNS = 128, 16  # of `partials` that a program of their sum has at once: 64 bytes of a row
 
 
 @triton.jit

@@ -53,6 +53,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple
     return out_q, out_k
 
 
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """In place; positions lie equally far apart in all rows."""
+    _launch((q, k), (q, k), cos, sin, False)
+
+
 def joint(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """q [B, T, H, d], k and v [B, T, KV, d] with any strides but the last → [B, T, H + 2 KV, d]: q and k turned, then v."""
     q, k, v = (_dense_heads(x) for x in (q, k, v))
