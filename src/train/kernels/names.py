@@ -29,6 +29,9 @@ def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
         # their gain is measured against Inductor's; the host, which eager layers wait for, has more to do
         left_out |= {"norm", "stacked"}
+    if cfg.compile.kernels == "auto" and cfg.memory.recompute in ("full", "selective"):
+        # torch 2.11 keeps what an autograd.Function of a recomputed layer makes; 2.13 doesn't
+        left_out |= {"norm", "stacked"}
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 
 
