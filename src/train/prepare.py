@@ -14,7 +14,6 @@ import torch.distributed as dist
 from train import data, determinism, faults
 from train.config import ConfigError, Train, load
 from train.kernels import apply as kernels
-from train.kernels import stacked
 from train.launch.heartbeat import Heartbeat
 from train.measure import flops, manifest, peaks, telemetry
 from train.measure.breakdown import Breakdown
@@ -92,7 +91,6 @@ class Prepared:
             self.replay = passes.Replay(model, self.device)
         self.balance = balance.Balance(model, m, self.dims) if m.experts else None
         self._reduction(model)
-        stacked.check(model)
         kept = self.folder / f"memory-rank{self.rank}.pickle"
         self.breakdown = Breakdown(cfg, model, self.dp, self.device, kept)
         assert cfg.global_batch is not None and cfg.grad_accum is not None

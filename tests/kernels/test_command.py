@@ -69,12 +69,7 @@ def test_values_that_are_none(value: str) -> None:
         (
             "stacked",
             {"reduction.name": "fsdp"},
-            "stacked wants weights to stay where they are, reduction=fsdp moves them",
-        ),
-        (
-            "stacked",
-            {"reduction.name": "zero2o", "parallelism.dp_shard": 2},
-            "stacked wants weights to stay where they are, reduction=zero2o moves them",
+            "stacked wants whole weights in one place, reduction=fsdp gathers them one by one",
         ),
         ("stacked", {"model.experts": 4}, "stacked is of a dense layer"),
         ("stacked", {"model.qk_norm": True}, "stacked turns q and k as they come"),
@@ -118,7 +113,6 @@ def test_combinations_that_cannot_be(kernels: str, keys: dict[str, object], line
         group, name = key.split(".")
         setattr(getattr(wrong, group), name, value)
     degrees = dict.fromkeys(mesh.DIMS, 1) | {d: getattr(wrong.parallelism, d) for d in ("pp", "cp", "tp")}
-    degrees["dp_shard"] = max(1, int(wrong.parallelism.dp_shard))
     with pytest.raises(config.ConfigError) as caught:
         names.combination(wrong, degrees)
     assert f"compile.kernels={kernels}: {line}" in str(caught.value)

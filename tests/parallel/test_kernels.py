@@ -54,6 +54,9 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
         Case("ddp", kernels=given.ALL, memory=(("activation_offload", True),)),
         Case("ddp", model="even_moe", layers=1, kernels="norm", memory=(("recompute", "full"),)),
         Case("ddp", kernels=given.STACKED, grad_accum=2),
+        Case("zero2", kernels=given.STACKED, bucket_mib=1e-4),
+        Case("zero2o", kernels=given.STACKED, grad_accum=2),
+        Case("zero2rs", kernels=given.STACKED + "+carry", compiled=True, bucket_mib=25),
         Case("ddp", model="even", tp=2, kernels="adamw+norm+stacked"),
         Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.STACKED),
         Case("ddp", model="even", tp=2, compiled=True, kernels="adamw+norm+stacked+carry"),
@@ -85,6 +88,12 @@ def with_and_without_carry(rank: int, world: int, case: Case) -> list[cases.Outc
         torch._dynamo.reset()  # compiled code has limits a process
         outcomes.append(cases.train(rank, world, replace(case, kernels=kernels)))
     return outcomes
+
+
+def test_stacked_zero2o_is_zero2_bit_for_bit(two: Ranks) -> None:
+    case = Case("zero2", "bf16", kernels=given.STACKED, grad_accum=2, bucket_mib=0.002)
+    for a, b in zip(two.run(cases.train, case), two.run(cases.train, replace(case, reduction="zero2o")), strict=True):
+        assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "zero2o"])

@@ -8,14 +8,13 @@ import torch
 
 from train import config
 from train.kernels import names
-from train.parallel.mesh import DIMS
 
 
 def used(cfg: config.Train, device: torch.device) -> tuple[str, ...]:
     """The kernels of this rank, whose mesh is resolved: what was asked for; of `auto` what fits, where Triton runs."""
     if cfg.compile.kernels == "auto" and not (device.type == "cuda" and triton_runs(device)):
         return ()
-    return names.fitting(cfg, {name: int(getattr(cfg.parallelism, name)) for name in DIMS})
+    return names.fitting(cfg, {name: int(getattr(cfg.parallelism, name)) for name in ("pp", "cp", "tp")})
 
 
 def triton_runs(device: torch.device) -> bool:

@@ -63,8 +63,6 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
     names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
     twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
-    reduction, ranks = cfg.reduction.name, degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"]
-    moves = reduction == "fsdp" or reduction != "ddp" and ranks > 1
     for name, refused, why in (
         ("adamw", cfg.optim.name != "adamw", "is optim=adamw's update"),
         ("adamw", memory.optimizer_offload != "none", "wants its state on the device: memory.optimizer_offload=none"),
@@ -95,7 +93,11 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
             bool({"swiglu", "swiglu_down", "rope"} & set(names)),
             "takes the place of swiglu, swiglu_down and rope",
         ),
-        ("stacked", moves, f"wants weights to stay where they are, reduction={reduction} moves them"),
+        (
+            "stacked",
+            cfg.reduction.name == "fsdp",
+            "wants whole weights in one place, reduction=fsdp gathers them one by one",
+        ),
         ("stacked", cfg.precision.name == "fp8", "makes one matmul of two or three, which precision=fp8 scales apart"),
         ("stacked", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("stacked", cfg.model.qk_norm, "turns q and k as they come, model.qk_norm=true norms them before"),

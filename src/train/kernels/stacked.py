@@ -5,6 +5,7 @@ and their gradients are views of one tensor too. What follows the matmul works o
 the gradients of its parts side by side: nothing is concatenated.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,23 @@ from torch import Tensor, nn
 from train.kernels import backend, swiglu
 from train.model import rope as plain
 from train.model.transformer import Aliased, Attention, Block, FeedForward, Transformer
+from train.parallel.bucket import together
 
 
 def apply(block: Block) -> None:
-    """Have a dense layer run stacked; its weights have memory, and no reduction or optimizer yet."""
-    attention, ffn = block.attention, block.ffn
-    assert isinstance(ffn, FeedForward)
-    attention.stack = lay_together(attention.wq, attention.wk, attention.wv)
-    attention.qkv = qkv
-    ffn.stack = lay_together(ffn.w_gate, ffn.w_up)
-    ffn.hidden = hidden
+    """Have a dense layer run stacked; its weights have memory, and no reduction or optimizer yet. `follow` has to come."""
+    assert isinstance(block.ffn, FeedForward)
+    block.attention.qkv, block.ffn.hidden = qkv, hidden
+    for module in (block.attention, block.ffn):
+        module.stack = lay_together(_linears(module))
+
+
+def _linears(module: Attention | FeedForward) -> tuple[nn.Linear, ...]:
+    return (module.wq, module.wk, module.wv) if isinstance(module, Attention) else (module.w_gate, module.w_up)
 
 
 @torch.no_grad()
-def lay_together(*linears: nn.Linear) -> Tensor:
+def lay_together(linears: Sequence[nn.Linear]) -> Tensor:
     """The weights [out, in] of all, moved into one [sum of outs, in], which is returned."""
     whole = torch.cat([linear.weight for linear in linears])
     for linear, part in zip(linears, whole.split([linear.weight.shape[0] for linear in linears]), strict=True):
@@ -35,18 +39,15 @@ def lay_together(*linears: nn.Linear) -> Tensor:
     return whole
 
 
-def check(model: Transformer) -> None:
-    """Once reduction and optimizer are there. Raises RuntimeError if they have moved weights out of a stack."""
+def follow(model: Transformer) -> None:
+    """Once a reduction may have moved the weights: the stacks are where they are now. Raises RuntimeError where weights of a
+    stack lie apart."""
     for name, module in model.layers.named_modules():
         if isinstance(module, (Attention, FeedForward)) and module.stack is not None:
-            linears = (
-                (module.wq, module.wk, module.wv) if isinstance(module, Attention) else (module.w_gate, module.w_up)
-            )
-            at = module.stack.data_ptr()
-            for linear in linears:
-                if linear.weight.data_ptr() != at:
-                    raise RuntimeError(f"compile.kernels=stacked: a weight of layers.{name} was moved out of its stack")
-                at += linear.weight.nbytes
+            weights = [linear.weight.data for linear in _linears(module)]
+            if not all(map(together, weights, weights[1:])):
+                raise RuntimeError(f"compile.kernels=stacked: weights of layers.{name} were moved apart")
+            module.stack = weights[0].as_strided(module.stack.shape, module.stack.stride())
 
 
 def qkv(attention: Attention, x: Aliased, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,9 +42,9 @@ class Bucket:
         first = named[0][1]
         self.slots: list[Slot] = []
         end = 0
-        for name, p in named:
+        for (name, p), (_, after) in zip(named, [*named[1:], ("", None)], strict=True):
             self.slots.append(Slot(name, p, end, p.numel(), p.ndim >= 2))
-            end += _aligned(p.numel())
+            end += p.numel() if together(p, after) else _aligned(p.numel())
         self.world, self.rank = world, rank
         self.shard = _aligned(-(-end // world))
         size = world * self.shard
@@ -112,18 +112,31 @@ def make_buckets(
     buffer: Buffer | None = None,
 ) -> list[Bucket]:
     """Buckets of at most `mib` MiB of gradients (a larger parameter gets one of its own) in reverse order of registration:
-    about the order in which backward finishes gradients. All parameters of a bucket have one dtype."""
+    about the order in which backward finishes gradients. All parameters of a bucket have one dtype. Those that lie in one
+    memory (`together`) stay so, in their order: backward finishes them at once."""
+    stacks: list[list[tuple[str, nn.Parameter]]] = []
+    for name, p in named:
+        if stacks and together(stacks[-1][-1][1], p):
+            stacks[-1].append((name, p))
+        else:
+            stacks.append([(name, p)])
     buckets: list[Bucket] = []
     group: list[tuple[str, nn.Parameter]] = []
     size = 0
-    for name, p in reversed(named):
-        nbytes = p.numel() * p.element_size()
-        if group and (size + nbytes > mib * 2**20 or p.dtype != group[0][1].dtype):
+    for stack in reversed(stacks):
+        nbytes = sum(p.numel() * p.element_size() for _, p in stack)
+        if group and (size + nbytes > mib * 2**20 or stack[0][1].dtype != group[0][1].dtype):
             buckets.append(Bucket(group, world, rank, master, buffer))
             group, size = [], 0
-        group.append((name, p))
+        group += stack
         size += nbytes
     return [*buckets, Bucket(group, world, rank, master, buffer)] if group else buckets
+
+
+def together(a: Tensor, b: Tensor | None) -> bool:
+    """Does b begin where a ends, in one memory? As train.kernels.stacked lays weights."""
+    same = b is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return same and b is not None and a.storage_offset() + a.numel() == b.storage_offset()
 
 
 def _aligned(n: int) -> int:

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from train import config
+from train.kernels import stacked
+from train.model.transformer import Transformer
 from train.parallel import mesh
 from train.parallel.base import DataParallel
 from train.parallel.dims import REDUCE, Dims
@@ -35,6 +37,13 @@ def build(model: nn.Module, cfg: config.Train, dims: Dims) -> DataParallel:
         for p in model.parameters():
             if p.dtype == torch.bfloat16:
                 p.grad_dtype = torch.float32
+    dp = _reduction(model, cfg, dims)
+    if isinstance(model, Transformer):
+        stacked.follow(model)
+    return dp
+
+
+def _reduction(model: nn.Module, cfg: config.Train, dims: Dims) -> DataParallel:
     if cfg.reduction.name == "fsdp":
         from train.parallel.fsdp import Fsdp
 
