@@ -29,9 +29,9 @@ FAMILIES = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated_fort|compute_dot_do_o|convert_dq_to",
     # Inductor names a fused kernel after all that went into it, and after what it feeds: a cast to fp8 after _scaled_mm
     "matmul": rf"^(?!{_FUSED}).*(nvjet|gemm|gemv|cutlass|xmma|splitk|aten::(add|b)?mm\b|_scaled_mm|_grouped_mm|mkldnn)",
-    "optimizer": r"multi_tensor|adam|_foreach_|sign_sgd|lpnorm_cleanup",
+    "optimizer": r"multi_tensor|adam|_foreach_|sign_sgd|lpnorm_cleanup|squares_kernel|roots_kernel",
     "loss": r"softmax|nll_loss|cross_entropy",
-    "norm": r"^(?!triton_poi_).*(rms|layer_norm|GammaBetaBackward|rsqrt)",  # a norm needs a reduction
+    "norm": r"^(?!triton_poi_).*(rms|layer_norm|GammaBetaBackward|rsqrt|column_sums)",  # a norm needs a reduction
     "copy": r"^(?!triton_).*(memcpy|memset|copy|aten::(fill_|zero_|zeros|cat|contiguous|clone)\b|CatArray|FillFunctor)",
     "elementwise": r"triton|elementwise|reduce_kernel|gather_kernel|aten::|silu|swiglu|rope_kernel|ordered_sum|index"
     # the embedding's backward: tokens are sorted (CUB), then each one's rows added up

@@ -39,6 +39,9 @@ def event(name: str, start: float, duration: float, cat: str = "kernel", tid: in
         ("triton_poi_fused__to_copy__unsafe_view_add_cat_mul_split_sub_unsqueeze_view_1", "elementwise"),
         ("triton_red_fused__fused_rms_norm_add_0", "norm"),
         ("rms_norm_backward_kernel", "norm"),
+        ("column_sums_kernel", "norm"),
+        ("squares_kernel", "optimizer"),
+        ("roots_kernel", "optimizer"),
         (
             "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u>",
             "norm",
