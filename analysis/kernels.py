@@ -21,21 +21,21 @@ from analysis.files import read_json
 from analysis.scan import find_sweeps
 
 #: what Inductor generates: pointwise kernels, reductions and small reductions; its matmuls are triton_tem_…
-_FUSED = "triton_(poi|red|per)_"
+_NOT_FUSED = "^(?!triton_(poi|red|per)_).*"
 #: family → names of kernels (cuBLAS, CUTLASS, cuDNN, NCCL, Inductor's Triton, ATen) or operators; the first that matches
 FAMILIES = {
     "autograd": r"^autograd::|Backward\d+$|AccumulateGrad$",  # on CPUs: between the operators
-    "communication": r"nccl|gloo:|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|sendrecv",
-    "attention": r"flash|fmha|sdpa|attention|cudnn_generated_fort|compute_dot_do_o|convert_dq_to",
+    "communication": rf"{_NOT_FUSED}(nccl|gloo:|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|sendrecv)",
+    "attention": rf"{_NOT_FUSED}(flash|fmha|sdpa|attention|cudnn_generated_fort|compute_dot_do_o|convert_dq_to)",
     # Inductor names a fused kernel after all that went into it, and after what it feeds: a cast to fp8 after _scaled_mm
-    "matmul": rf"^(?!{_FUSED}).*(nvjet|gemm|gemv|cutlass|xmma|splitk|aten::(add|b)?mm\b|_scaled_mm|_grouped_mm|mkldnn)",
+    "matmul": rf"{_NOT_FUSED}(triton_tem|nvjet|gemm|gemv|cutlass|xmma|splitk|aten::(add|b)?mm\b|_scaled_mm|_grouped_mm|mkldnn)",
     "optimizer": r"multi_tensor|adam|_foreach_|sign_sgd|lpnorm_cleanup|squares_kernel|roots_kernel",
     "loss": r"softmax|nll_loss|cross_entropy",
     "norm": r"^(?!triton_poi_).*(rms|layer_norm|GammaBetaBackward|rsqrt|column_sums)",  # a norm needs a reduction
     "copy": r"^(?!triton_).*(memcpy|memset|copy|aten::(fill_|zero_|zeros|cat|contiguous|clone)\b|CatArray|FillFunctor)",
-    "elementwise": r"triton|elementwise|reduce_kernel|gather_kernel|aten::|silu|swiglu|rope_kernel|ordered_sum|index"
+    "elementwise": r"triton|mfu_sweep::|elementwise|reduce_kernel|gather_kernel|aten::|silu|swiglu|rope_kernel|ordered_sum"
     # the embedding's backward: tokens are sorted (CUB), then each one's rows added up
-    r"|embedding|sum_and_scatter|compute_grad_weight|krn_partial|compute_num_of_partial|cub::",
+    r"|index|embedding|sum_and_scatter|compute_grad_weight|krn_partial|compute_num_of_partial|cub::",
 }
 _PATTERNS = {family: re.compile(pattern, re.IGNORECASE) for family, pattern in FAMILIES.items()}
 _RANK = {

@@ -65,6 +65,8 @@ class Rank(Prepared):
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One optimizer step: (mean loss of this rank, gradient norm, seconds spent on data). The tensors are valid until the
         next step."""
+        if self.stack is not None:
+            stacks.answer(self.stack)
         lr = self.lr(step)
         self.dp.announce(lr)
         run = self.compute if self.graphed is None else self.graphed
@@ -133,8 +135,6 @@ class Rank(Prepared):
         self.garbage = Garbage(first)
         for step in range(first, self.cfg.steps):
             self.heart.beat("train", step)
-            if self.stack is not None:
-                stacks.answer(self.stack)
             before = meter.start(step)
             self.trace.before(step)
             if self.pipeline is not None:

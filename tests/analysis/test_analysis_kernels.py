@@ -40,6 +40,11 @@ def event(name: str, start: float, duration: float, cat: str = "kernel", tid: in
         ("triton_red_fused__fused_rms_norm_add_0", "norm"),
         ("rms_norm_backward_kernel", "norm"),
         ("column_sums_kernel", "norm"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_clone_2", "elementwise"),
+        ("triton_poi_fused_all_gather_into_tensor_cat_1", "elementwise"),
+        ("triton_tem_fused_mm_0", "matmul"),
+        ("mfu_sweep::turn_rows", "elementwise"),
+        ("mfu_sweep::rms_norm_backward", "norm"),
         ("squares_kernel", "optimizer"),
         ("roots_kernel", "optimizer"),
         (

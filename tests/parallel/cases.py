@@ -160,8 +160,9 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     """The same weights on every call; with `dims` this rank's part of them."""
     torch.manual_seed(0)
     dtype = param_dtype(cfg, DTYPES[case.dtype])
+    device = CPU if dims is None else dims.device
     if case.model == "odd":
-        return Odd(case.widths, case.unused).to(dtype)
+        return Odd(case.widths, case.unused).to(device, dtype)
     with torch.device("meta"):
         model = Transformer(cfg.model if dims is None else tensor.local(cfg.model, case.tp), case.attention)
         if dims is not None:
@@ -175,6 +176,8 @@ def make_model(case: Case, cfg: config.Train, dims: Dims | None = None) -> nn.Mo
     model.to(dtype)
     if dims is None or case.reduction != "fsdp" or case.device != "cpu":  # a GPU draws other random numbers
         model.materialise(CPU, 0)
+    if device.type != "cpu":
+        model.to(device)  # before weights are laid together
     _levers(model, cfg)
     kernels.apply(model, cfg, CPU)
     if case.compiled:
@@ -202,8 +205,6 @@ def train(rank: int, world: int, case: Case) -> Outcome:
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
     dims = Dims.of(cfg, world, rank, device)
     model = make_model(case, cfg, dims)
-    if device.type != "cpu":
-        model.to(device)
     balance = Balance(model, cfg.model, dims) if case.model == "even_moe" else None
     dp = build(model, cfg, dims)
     cfg.micro_batch = ROWS // dims.size(*DATA) // case.grad_accum

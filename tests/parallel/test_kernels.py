@@ -104,8 +104,15 @@ def test_bf16_weights_are_their_masters_rounded(two: Ranks, reduction: str) -> N
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("reduction", ["ddp", "zero2", "zero2o", "fsdp"])
-def test_two_gpus(nccl: Ranks, reduction: str) -> None:
-    case = Case(reduction, grad_accum=2, kernels=given.ALL)
-    expected = reference(replace(case, kernels="inductor"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(reduction, grad_accum=2, kernels=given.ALL) for reduction in ("ddp", "zero2", "zero2o", "fsdp")),
+        *(Case(reduction, grad_accum=2, kernels=given.STACKED) for reduction in ("ddp", "zero2", "zero2o")),
+        Case("zero2o", grad_accum=2, kernels=given.STACKED, transport="peer"),
+    ],
+    ids=lambda c: f"{c.reduction}-{c.kernels.rpartition('+')[2]}-{c.transport}",
+)
+def test_two_gpus(nccl: Ranks, case: Case) -> None:
+    expected = reference(replace(case, kernels="inductor", transport=None))
     assert_equal_runs(nccl.run(cases.train, replace(case, device="cuda")), expected, [FP64] * 3)

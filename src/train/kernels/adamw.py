@@ -11,7 +11,7 @@ from torch import Tensor
 
 from train import config
 from train.kernels import backend
-from train.parallel.adamw import AdamW, Piece, norms
+from train.parallel.adamw import AdamW, Piece
 
 
 class FusedAdamW(AdamW):
@@ -38,12 +38,12 @@ class FusedAdamW(AdamW):
         ]
         self._index = {id(piece): i for i, piece in enumerate(self.pieces)}
         self._decays = [optim.weight_decay if p.decay else 0.0 for p in self.pieces]
+        self._launch = None
         if not self.tensors:
             return
         assert all(t.is_contiguous() for t in (*self.tensors, *self._weights))
         device = self.tensors[0].device
         self._step = torch.zeros((), dtype=torch.float32, device=device)
-        self._launch = None
         if backend.triton_runs(device):
             from train.kernels.jit.adamw import Launch
 
@@ -71,9 +71,8 @@ class FusedAdamW(AdamW):
             )
 
     def norms(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
-        """train.parallel.adamw.norms of the gradients of all pieces, whose addresses the device has then."""
-        if self._launch is None or len({g.dtype for g in grads}) > 1 or not all(g.is_contiguous() for g in grads):
-            return norms(grads, device)
+        if self._launch is None or not all(g.is_contiguous() for g in grads):
+            return super().norms(grads, device)
         return self._launch.norms(grads)
 
     def captured(self) -> None:

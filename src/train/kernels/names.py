@@ -26,11 +26,10 @@ def spelled(value: str) -> str:
 def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
     left_out = {name for name, _ in _refusals(cfg, degrees)}
-    if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
-        # their gain is measured against Inductor's; the host, which eager layers wait for, has more to do
-        left_out |= {"norm", "stacked"}
-    if cfg.compile.kernels == "auto" and cfg.memory.recompute in ("full", "selective"):
-        # torch 2.11 keeps what an autograd.Function of a recomputed layer makes; 2.13 doesn't
+    # their gain is measured against Inductor's, and the host, which eager layers wait for, has more to do; of layers that run
+    # again torch 2.11 keeps what an autograd.Function makes (2.13 doesn't)
+    again = cfg.memory.recompute in ("full", "selective")
+    if cfg.compile.kernels == "auto" and (cfg.compile.name == "none" or again):
         left_out |= {"norm", "stacked"}
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 

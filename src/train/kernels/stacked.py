@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from train.kernels import backend, swiglu
 from train.model import rope as plain
-from train.model.transformer import Aliased, Attention, Block, FeedForward, Transformer
+from train.model.transformer import Aliased, Attention, Block, FeedForward
 from train.parallel.bucket import together
 
 
@@ -39,14 +39,14 @@ def lay_together(linears: Sequence[nn.Linear]) -> Tensor:
     return whole
 
 
-def follow(model: Transformer) -> None:
+def follow(model: nn.Module) -> None:
     """Once a reduction may have moved the weights: the stacks are where they are now. Raises RuntimeError where weights of a
     stack lie apart."""
-    for name, module in model.layers.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, (Attention, FeedForward)) and module.stack is not None:
             weights = [linear.weight.data for linear in _linears(module)]
             if not all(map(together, weights, weights[1:])):
-                raise RuntimeError(f"compile.kernels=stacked: weights of layers.{name} were moved apart")
+                raise RuntimeError(f"compile.kernels=stacked: weights of {name} were moved apart")
             module.stack = weights[0].as_strided(module.stack.shape, module.stack.stride())
 
 

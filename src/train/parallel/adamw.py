@@ -70,6 +70,10 @@ class AdamW:
                     beta2=o.beta2, weight_decay=weight_decay, eps=o.eps, amsgrad=False, maximize=False,
                 )  # fmt: skip
 
+    def norms(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
+        """`norms` of the gradients of all `tensors`, which `step` gets next."""
+        return norms(grads, device)
+
     def captured(self) -> None:
         """A call of `step` was recorded (parallel/graph.py): what it reads of the host's making is to be put in place, once."""
 

@@ -22,7 +22,7 @@ def enable(dims: Dims) -> None:
 
     Raises ConfigError where torch or the GPUs can't.
     """
-    if not (hasattr(inductor, "_micro_pipeline_tp") and hasattr(symmetric, "enable_symm_mem_for_group")):
+    if not hasattr(inductor, "_micro_pipeline_tp"):
         raise ConfigError(
             KEY, True, f"torch {torch.__version__} has no micro-pipelined tensor parallel; set it to false"
         )
@@ -33,5 +33,6 @@ def enable(dims: Dims) -> None:
     with warnings.catch_warnings():
         # torch says that it need not be called any more; Inductor's pass still asks whether it was (2.11 to 2.13)
         warnings.simplefilter("ignore", FutureWarning)
-        symmetric.enable_symm_mem_for_group(group.group_name)
+        if hasattr(symmetric, "enable_symm_mem_for_group"):
+            symmetric.enable_symm_mem_for_group(group.group_name)
     inductor._micro_pipeline_tp = True

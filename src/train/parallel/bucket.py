@@ -10,7 +10,9 @@ from train.parallel.adamw import Piece, master_dtype
 
 Master = Callable[[Tensor, torch.dtype], Tensor]  # a weight's master copy, wherever it is kept
 Buffer = Callable[[int, torch.dtype], Tensor]  # flat memory for weights
-ALIGN = 128  # elements; 256 bytes in bf16, so that a parameter inside a buffer is as well aligned as one of its own
+ALIGN = (
+    128  # elements; 256 bytes in bf16, so that what begins inside a buffer is as well aligned as a tensor of its own
+)
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ def make_buckets(
     master: Master = torch.Tensor.to,
     buffer: Buffer | None = None,
 ) -> list[Bucket]:
-    """Buckets of at most `mib` MiB of gradients (a larger parameter gets one of its own) in reverse order of registration:
-    about the order in which backward finishes gradients. All parameters of a bucket have one dtype. Those that lie in one
-    memory (`together`) stay so, in their order: backward finishes them at once."""
+    """Buckets of at most `mib` MiB of gradients (a larger parameter or stack gets one of its own) in reverse order of
+    registration: about the order in which backward finishes gradients. All parameters of a bucket have one dtype. Those that
+    lie in one memory (`together`) stay so, in their order: backward finishes them at once."""
     stacks: list[list[tuple[str, nn.Parameter]]] = []
     for name, p in named:
         if stacks and together(stacks[-1][-1][1], p):
@@ -135,8 +137,11 @@ def make_buckets(
 
 def together(a: Tensor, b: Tensor | None) -> bool:
     """Does b begin where a ends, in one memory? As train.kernels.stacked lays weights."""
-    same = b is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return same and b is not None and a.storage_offset() + a.numel() == b.storage_offset()
+    return (
+        b is not None
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )
 
 
 def _aligned(n: int) -> int:

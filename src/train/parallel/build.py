@@ -5,7 +5,6 @@ from torch import nn
 
 from train import config
 from train.kernels import stacked
-from train.model.transformer import Transformer
 from train.parallel import mesh
 from train.parallel.base import DataParallel
 from train.parallel.dims import REDUCE, Dims
@@ -38,8 +37,7 @@ def build(model: nn.Module, cfg: config.Train, dims: Dims) -> DataParallel:
             if p.dtype == torch.bfloat16:
                 p.grad_dtype = torch.float32
     dp = _reduction(model, cfg, dims)
-    if isinstance(model, Transformer):
-        stacked.follow(model)
+    stacked.follow(model)
     return dp
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train import config
-from train.kernels.adamw import FusedAdamW
 from train.memory.host import HostOptimizer
 from train.memory.optimizer import Optimizers
 from train.parallel import expert
@@ -36,8 +35,7 @@ class Replicated(DataParallel):
         self.meter = dims.meter
         optimizers = Optimizers(cfg, device)
         self._updates = [_Update(chunk, optimizers) for chunk in _chunks(self._named, optimizers.fused)]
-        owner = self._updates[0].owner if len(self._updates) == 1 else None
-        self._norms = owner.norms if isinstance(owner, FusedAdamW) else norms
+        self._norms = self._updates[0].owner.norms if len(self._updates) == 1 else norms
         self._offloaded = [u.owner for u in self._updates if isinstance(u.owner, HostOptimizer)]
         self._last = True
         # a pipeline's schedule doesn't run all hooks of the parameters, which DDP lives on: reduced after the last micro-batch
@@ -118,8 +116,8 @@ class Replicated(DataParallel):
         self._reduce_in_buckets()
         if self._offloaded:
             return self._offloaded_step(float(lr))
-        grads = [p.grad for _, p in self._named if p.grad is not None]
-        norm = self._norm(grads, self._norms) / self._world
+        # the list has no name: it would keep all gradients while the updates drop them one by one
+        norm = self._norm([p.grad for _, p in self._named if p.grad is not None], self._norms) / self._world
         scale = clip_scale(norm, self._optim.clip_norm, self._world)
         for update in self._updates:
             update.run(scale, lr)

@@ -149,7 +149,8 @@ class Launch:
             self._factors[2:].copy_(self._sent([lr], self._factors.dtype))
         self._lr = None if isinstance(lr, Tensor) else lr
         adamw_advance_kernel[(1,)](step, self._factors, **self._logs, num_warps=1)
-        constants["ALIGN"] = constants["ALIGN"] if self._aligned else 1
+        if not self._aligned:
+            constants["ALIGN"] = 1
         adamw_kernel[(len(self._blocks),)](
             self._addresses, self._grads, self._numels, self._decays, self._blocks, self._factors, scale, self._pieces,
             **constants, num_warps=WARPS,
@@ -165,7 +166,8 @@ class Launch:
         return norms
 
     def _point(self, grads: Sequence[Tensor]) -> dict[str, Any]:
-        """Have the list of addresses say where the gradients lie; what kernels must know of them. In a capture: `captured`."""
+        """Have the device's list say where the gradients lie (while a capture records nothing is sent: `captured` does it
+        afterwards). Returns what the kernels must know of them."""
         addresses = [g.data_ptr() for g in grads]
         recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if addresses != self._last and not recorded:
