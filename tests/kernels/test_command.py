@@ -79,6 +79,12 @@ def test_values_that_are_none(value: str) -> None:
             "stacked makes one matmul of two or three",
         ),
         ("stacked", {"memory.recompute": "selective"}, "stacked would make memory.recompute=selective keep q too"),
+        (
+            "adamw+norm+stacked",
+            {"compile.name": "layer", "memory.recompute": "full"},
+            "norm would keep more of layers that run again: memory.recompute=full; stacked would keep more of layers that run "
+            "again: memory.recompute=full; without them: adamw",
+        ),
         ("stacked", {"memory.recompute": "budget"}, "stacked was not tried with memory.recompute=budget"),
         ("stacked", {"memory.activation_offload": True}, "stacked was not tried with memory.activation_offload"),
         ("stacked", {"memory.optimizer_offload": "full"}, "stacked was not tried with memory.optimizer_offload"),

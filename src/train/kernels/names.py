@@ -26,10 +26,8 @@ def spelled(value: str) -> str:
 def fitting(cfg: Train, degrees: Mapping[str, int]) -> tuple[str, ...]:
     """The kernels of a valid point where Triton runs: what compile.kernels names; of `auto` what goes with the rest."""
     left_out = {name for name, _ in _refusals(cfg, degrees)}
-    # their gain is measured against Inductor's, and the host, which eager layers wait for, has more to do; of layers that run
-    # again torch 2.11 keeps what an autograd.Function makes (2.13 doesn't)
-    again = cfg.memory.recompute in ("full", "selective")
-    if cfg.compile.kernels == "auto" and (cfg.compile.name == "none" or again):
+    if cfg.compile.kernels == "auto" and cfg.compile.name == "none":
+        # their gain is measured against Inductor's; the host, which eager layers wait for, has more to do
         left_out |= {"norm", "stacked"}
     return tuple(name for name in chosen(cfg.compile.kernels) if name not in left_out)
 
@@ -40,7 +38,8 @@ def values(cfg: Train) -> None:
     names = chosen(value)
     wrong = [name for name in names if name not in NAMES]
     if wrong or len(set(names)) != len(names):
-        close = nearest(wrong[0], ["auto", "inductor", "fused", *NAMES]) if wrong else ""
+        alone = "+" in value and bool({"auto", "inductor", "fused"} & set(names))
+        close = nearest(wrong[0], ["auto", "inductor", "fused", *NAMES]) if wrong and not alone else ""
         valid = f"must be auto, inductor, fused, or some of {', '.join(NAMES)} joined by +, each once{close}"
         raise ConfigError("compile.kernels", value, valid)
 
@@ -61,6 +60,10 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
     """(kernel, why) of those in compile.kernels that don't go with the rest."""
     names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
+    again = (
+        f"would keep more of layers that run again: memory.recompute={memory.recompute}"  # on torch 2.11; 2.13 doesn't
+    )
+    kept = cfg.compile.name != "none" and memory.recompute in ("full", "selective")
     twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
     for name, refused, why in (
         ("adamw", cfg.optim.name != "adamw", "is optim=adamw's update"),
@@ -68,6 +71,7 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
         ("loss", tp > 1, f"takes the whole vocabulary, here it is shared by tp={tp}"),
         ("loss", memory.lm_head_kernel != "own", f"is not memory.lm_head_kernel={memory.lm_head_kernel}"),
         *((name, stages.SCHEDULES[schedule].split, twice) for name in ("loss", "norm", "stacked")),
+        *((name, kept, again) for name in ("norm", "stacked")),
         ("norm", cfg.model.norm_eps == 0, "needs model.norm_eps above 0"),
         ("swiglu", cfg.model.experts > 0, "is of a dense layer, here are experts"),
         ("carry", cfg.compile.name == "none", "saves what Inductor fuses with the sum: needs compile=layer"),
