@@ -59,7 +59,9 @@ def test_parameters_without_a_gradient(two: Ranks, reduction: str) -> None:
         Case("zero2rs", kernels=given.STACKED + "+carry", compiled=True, bucket_mib=25),
         Case("ddp", model="even", tp=2, kernels="adamw+norm+stacked"),
         Case("ddp", model="even", pp=2, grad_accum=2, kernels=given.STACKED),
-        Case("ddp", model="even", tp=2, compiled=True, kernels="adamw+norm+stacked+carry"),
+        pytest.param(
+            Case("ddp", model="even", tp=2, compiled=True, kernels="adamw+norm+stacked+carry"), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda c: f"{c.reduction}-tp{c.tp}-cp{c.cp}-pp{c.pp}-{c.kernels.rpartition('+')[2]}{'-compiled' * c.compiled}",
 )
