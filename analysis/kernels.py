@@ -20,7 +20,7 @@ from analysis.errors import BadInput
 from analysis.files import read_json
 from analysis.scan import find_sweeps
 
-#: what Inductor generates: pointwise kernels, reductions and small reductions; its matmuls are triton_tem_…
+#: not one of those that Inductor generates: pointwise kernels, reductions and small reductions; its matmuls are triton_tem_…
 _NOT_FUSED = "^(?!triton_(poi|red|per)_).*"
 #: family → names of kernels (cuBLAS, CUTLASS, cuDNN, NCCL, Inductor's Triton, ATen) or operators; the first that matches
 FAMILIES = {

@@ -94,7 +94,7 @@ def all_kernels() -> list[dict[str, Any]]:
         ),
         compiled(
             norm.column_sums_kernel, {"partials": F32, "out": BF16, "rows": "i32"}, 4,
-            DIM=2048, ROUNDS=9, ROWS=norm.ROWS, COLUMNS=norm.COLUMNS,
+            DIM=2048, ROUNDS=triton.cdiv(4 * 132, norm.ROWS), ROWS=norm.ROWS, COLUMNS=norm.COLUMNS,
         ),
         *(
             compiled(

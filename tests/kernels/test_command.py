@@ -33,6 +33,15 @@ def test_values_that_are_none(value: str) -> None:
         validate.values(wrong)
 
 
+def test_what_stands_alone_is_not_taken_for_a_misspelling() -> None:
+    wrong = cfg()
+    for value, hint in (("auto+stacked", False), ("stackd", True)):
+        wrong.compile.kernels = value
+        with pytest.raises(config.ConfigError) as caught:
+            validate.values(wrong)
+        assert ("did you mean" in str(caught.value)) == hint
+
+
 @pytest.mark.parametrize(
     ("kernels", "keys", "line"),
     [

@@ -83,7 +83,7 @@ def pipelined(rank: int, world: int, case: Case) -> tuple[cases.Outcome, set[str
     async_tp.enable(dims)
     with mock.patch.object(Dims, "of", return_value=dims):  # new groups would not be enabled
         outcome = cases.train(rank, world, case)
-    dp: Any = build(cases.make_model(case, cfg, dims).to(device), cfg, dims)
+    dp: Any = build(cases.make_model(case, cfg, dims), cfg, dims)
     with torch.profiler.profile() as profile:
         cases.one_step(dp, dims, case, 0, device)
     return outcome, {event.key for event in profile.key_averages() if event.key.startswith("symm_mem::fused")}

@@ -60,9 +60,8 @@ def _refusals(cfg: Train, degrees: Mapping[str, int]) -> Iterator[tuple[str, str
     """(kernel, why) of those in compile.kernels that don't go with the rest."""
     names, memory, tp = chosen(cfg.compile.kernels), cfg.memory, degrees["tp"]
     schedule = cfg.parallelism.pp_schedule or stages.DEFAULT
-    again = (
-        f"would keep more of layers that run again: memory.recompute={memory.recompute}"  # on torch 2.11; 2.13 doesn't
-    )
+    # on torch 2.11; 2.13 doesn't
+    again = f"would keep more of layers that run again: memory.recompute={memory.recompute}"
     kept = cfg.compile.name != "none" and memory.recompute in ("full", "selective")
     twice = f"has one backward, parallelism.pp_schedule={schedule} runs it in two"
     for name, refused, why in (

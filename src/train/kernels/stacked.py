@@ -129,9 +129,9 @@ def _(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None
 def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients of what attention got, [B, T, heads, d] → of the rows before they were turned, [B, T, H + 2 KV, d]."""
     if backend.triton_runs(q.device):
-        from train.kernels.jit.rope import joint
+        from train.kernels.jit.rope import joint_back
 
-        return joint(q, k, v, cos, sin, inverse=True)
+        return joint_back(q, k, v, cos, sin)
     return torch.cat((*plain.turn(q, k, cos, -sin), v), 2)
 
 

@@ -10,9 +10,8 @@ from train.parallel.adamw import Piece, master_dtype
 
 Master = Callable[[Tensor, torch.dtype], Tensor]  # a weight's master copy, wherever it is kept
 Buffer = Callable[[int, torch.dtype], Tensor]  # flat memory for weights
-ALIGN = (
-    128  # elements; 256 bytes in bf16, so that what begins inside a buffer is as well aligned as a tensor of its own
-)
+#: elements; 256 bytes in bf16, so that what begins inside a buffer is as well aligned as a tensor of its own
+ALIGN = 128
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,10 @@ class Bucket:
         first = named[0][1]
         self.slots: list[Slot] = []
         end = 0
-        for (name, p), (_, after) in zip(named, [*named[1:], ("", None)], strict=True):
-            self.slots.append(Slot(name, p, end, p.numel(), p.ndim >= 2))
-            end += p.numel() if together(p, after) else _aligned(p.numel())
+        for name, p in named:
+            start = end if self.slots and together(self.slots[-1].parameter, p) else _aligned(end)
+            self.slots.append(Slot(name, p, start, p.numel(), p.ndim >= 2))
+            end = start + p.numel()
         self.world, self.rank = world, rank
         self.shard = _aligned(-(-end // world))
         size = world * self.shard
@@ -135,13 +135,10 @@ def make_buckets(
     return [*buckets, Bucket(group, world, rank, master, buffer)] if group else buckets
 
 
-def together(a: Tensor, b: Tensor | None) -> bool:
+def together(a: Tensor, b: Tensor) -> bool:
     """Does b begin where a ends, in one memory? As train.kernels.stacked lays weights."""
-    return (
-        b is not None
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and a.storage_offset() + a.numel() == b.storage_offset()
-    )
+    one = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return one and a.storage_offset() + a.numel() == b.storage_offset()
 
 
 def _aligned(n: int) -> int:

@@ -58,12 +58,12 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     _launch((q, k), (q, k), cos, sin, False)
 
 
-def joint(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """q [B, T, H, d], k and v [B, T, KV, d] with any strides but the last → [B, T, H + 2 KV, d]: q and k turned, then v."""
+def joint_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q [B, T, H, d], k and v [B, T, KV, d] with any strides but the last → [B, T, H + 2 KV, d]: q and k turned back, and v."""
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     heads = q.shape[2], k.shape[2], v.shape[2]
     out = q.new_empty(*q.shape[:2], sum(heads), q.shape[3])
-    _launch((q, k, v), out.split(heads, 2), cos, sin, inverse)
+    _launch((q, k, v), out.split(heads, 2), cos, sin, True)
     return out
 
 
